@@ -1,0 +1,43 @@
+"""Settings of every test: platform, JAX's strictest modes, shape checks."""
+
+import os
+
+import jax
+import jaxtyping
+import pytest
+import source_tree
+
+pytest.register_assert_rewrite("helpers")
+SHAPES_CHECKED = source_tree.install()
+
+
+def pytest_configure(config):
+    # On a GPU machine too, tests run on the CPU unless asked otherwise: most tolerances are those of the CPU.
+    # JAX_PLATFORMS=cuda,cpu runs everything on the GPU; `-m gpu` leaves the choice to JAX.
+    mark = config.getoption("markexpr")
+    if not ("gpu" in mark and "not gpu" not in mark):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for processes that tests start
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    # Two CPU devices, so that sharding can be tested everywhere.
+    jax.config.update("jax_num_cpu_devices", 2)
+    # Broadcasting between ranks hides missing axes; implicit promotion hides float32 copies of bfloat16 arrays.
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_report_header():
+    checks = "checked at every call" if SHAPES_CHECKED else "NOT checked (beartype is not installed)"
+    return f"jax {jax.__version__} on {jax.default_backend()}, shape annotations {checks}"
+
+
+def pytest_collection_modifyitems(items):
+    if any("gpu" in item.keywords for item in items) and jax.default_backend() != "gpu":
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Shape annotations are not checked, as for users: for tests of the library's own errors about shapes and types."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
