@@ -1,0 +1,41 @@
+# Everything runs in .venv, which the first target that needs it makes.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint cuda-aot clean
+
+CHECKPOINT := tests/fixtures/deepseek-v3-tiny
+JAX_VERSION := $(shell sed -n 's/^jax==//p' constraints.txt)
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s%s\n", $$1, $$2 }'
+
+demo: .venv/installed-demo ## Generate text from a small DeepSeek-V3 checkpoint, plain and speculative
+	@.venv/bin/mla-attn demo $(CHECKPOINT)
+
+test: .venv/installed-test ## Run the tests (more options: .venv/bin/python -m pytest --help)
+	@.venv/bin/python -m pytest
+
+lint: .venv/installed-lint ## Check style, types and the direction of imports
+	@.ci/lint .venv/bin
+
+cuda-aot: .venv/cuda-aot/installed ## Fetch XLA's CUDA compiler, so that tests can compile for GPUs without one
+
+clean: ## Remove .venv and every file that tools leave
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@python=$$(.ci/find-python) && echo "Making .venv with $$python" && "$$python" -m venv .venv
+
+# installed-test installs the extra `test`, and so on; the demo needs none.
+.venv/installed-demo: EXTRA :=
+.venv/installed-test: EXTRA := [test]
+.venv/installed-lint: EXTRA := [lint]
+.venv/installed-%: pyproject.toml constraints.txt | .venv/bin/python
+	@.ci/pip-install .venv/bin/python --constraint constraints.txt --editable '.$(EXTRA)'
+	@touch $@
+
+# Kept out of the environment's own packages: with it there, JAX would look for a GPU at every start.
+.venv/cuda-aot/installed: constraints.txt | .venv/bin/python
+	@.ci/pip-install .venv/bin/python --no-deps --upgrade --target .venv/cuda-aot jax-cuda13-pjrt==$(JAX_VERSION)
+	@touch $@
