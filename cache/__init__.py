@@ -1,0 +1,6 @@
+"""State: what is stored (pools), where it goes (write), and who owns it (pages)."""
+
+from mla_attn.cache.pools import LatentPool
+from mla_attn.cache.write import move_rows, read_latent, write_latent
+
+__all__ = ["LatentPool", "move_rows", "read_latent", "write_latent"]

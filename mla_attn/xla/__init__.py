@@ -1,0 +1,1 @@
+"""The portable implementation: blockwise online softmax in plain JAX, memory bounded, runs anywhere."""

@@ -1,0 +1,14 @@
+"""Checks at trace time, with the argument, its value and what is allowed in the message."""
+
+import jax.numpy as jnp
+
+
+def check_shape(name: str, array, shape: tuple[int, ...], meaning: str) -> None:
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {shape}: {meaning}")
+
+
+def check_type(name: str, array, kind) -> None:
+    if not jnp.issubdtype(array.dtype, kind):
+        allowed = "a floating dtype" if kind is jnp.floating else jnp.dtype(kind).name
+        raise ValueError(f"{name} has dtype {array.dtype}, must be {allowed}")

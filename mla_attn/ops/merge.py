@@ -1,0 +1,63 @@
+"""Merging partial results over disjoint sets of keys."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from numpy.typing import DTypeLike
+
+from mla_attn.ops.checks import check_shape, check_type
+
+
+def merge_states(
+    outs: Sequence[Float[Array, "T H V"]],
+    lses: Sequence[Float[Array, "T H"]],
+    *,
+    sinks: Float[Array, "H"] | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
+    """Attention over the union of the partials' keys (Flash-Decoding; arXiv:2205.14135, section 3.1).
+
+    ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``. A partial whose lse is -inf saw no key: its
+    payload is not looked at, be it NaN. Rows where all are empty give 0 and -inf.
+
+    Args:
+        outs: partial outputs [T, H, V], one or more.
+        lses: their log-sum-exps, natural log, [T, H].
+        sinks: raw sink logits per head, [H]: each adds ``exp(sink)`` to the softmax denominator, once, after all
+            partials. The returned ``lse`` excludes it.
+        out_dtype: dtype of the merged output; that of ``outs[0]`` if None.
+
+    Returns:
+        ``(out, lse)``, ``lse`` float32.
+
+    Raises:
+        ValueError: no partials, or shapes that differ.
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(f"outs has {len(outs)} partials and lses {len(lses)}: must be equal and at least 1")
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check_shape(f"outs[{i}]", out, tuple(outs[0].shape), "shape of outs[0]")
+        check_shape(f"lses[{i}]", lse, tuple(outs[0].shape[:-1]), "leading axes of outs[0]")
+        check_type(f"outs[{i}]", out, jnp.floating)
+        check_type(f"lses[{i}]", lse, jnp.floating)
+    if sinks is not None:
+        check_shape("sinks", sinks, tuple(outs[0].shape[-2:-1]), "[H] of outs")
+
+    lses = [lse.astype(jnp.float32) for lse in lses]
+    top = lses[0]
+    for lse in lses[1:]:
+        top = jnp.maximum(top, lse)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)  # all empty: -inf - -inf would be NaN
+    total = sum((jnp.exp(lse - shift) for lse in lses), jnp.zeros_like(shift))
+    filled = total > 0
+    lse = jnp.where(filled, shift + jnp.log(jnp.where(filled, total, 1.0)), -jnp.inf)
+    # exp(lse) / (exp(lse) + exp(sink))
+    kept = 1.0 if sinks is None else jax.nn.sigmoid(lse - sinks.astype(jnp.float32))
+    merged = jnp.full(outs[0].shape, -0.0, jnp.float32)  # the identity of addition: 0.0 would turn -0.0 into 0.0
+    for out, part in zip(outs, lses, strict=True):
+        share = jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(filled, lse, 0.0)) * kept)[..., None]
+        merged += jnp.where(share > 0, out.astype(jnp.float32) * share, -0.0)
+    merged = jnp.where(filled[..., None], merged, 0.0)
+    return merged.astype(outs[0].dtype if out_dtype is None else out_dtype), lse

@@ -1,0 +1,142 @@
+"""The MLA op: one function for decode, verify, draft-extend, absorbed extend and mixed batches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import DTypeLike
+
+from mla_attn.cache.pools import LatentPool
+from mla_attn.dispatch import Implementation, choose
+from mla_attn.metadata import AttentionMetadata
+from mla_attn.ops.checks import check_shape, check_type
+from mla_attn.reference.mla import mla_attention as reference_mla
+from mla_attn.specs import MLASpec
+from mla_attn.xla.mla import mla_attention as xla_mla
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLACall:
+    """Static facts of a call, which decide the implementation."""
+
+    spec: MLASpec
+    page_size: int
+    dtype: np.dtype
+    max_q_len: int
+    causal: bool = True
+    tree: bool = False
+    batch_invariant: bool = False
+
+
+def _portable(call: MLACall) -> str | None:
+    if call.tree:
+        return "tree_mask is not served"
+    if call.batch_invariant:
+        return "batch_invariant=True is not served"
+    return None
+
+
+IMPLEMENTATIONS = (
+    Implementation("xla", _portable, xla_mla),
+    Implementation("reference", _portable, reference_mla),
+)
+
+
+def mla_attention(
+    q_latent: Float[Array, "T H R"],
+    q_rope: Float[Array, "T H E"],
+    pool: LatentPool,
+    metadata: AttentionMetadata,
+    spec: MLASpec,
+    *,
+    layer: int | Int[Array, ""] = 0,
+    causal: bool = True,
+    tree_mask: Bool[Array, "B S M"] | None = None,
+    return_lse: bool = False,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    batch_invariant: bool = False,
+) -> Float[Array, "T H R"] | tuple[Float[Array, "T H R"], Float[Array, "T H"]]:
+    """Absorbed multi-head latent attention over a paged cache (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+
+    Row j of a request stands at ``a = kv_len - q_len + j`` and sees the cached keys at ``p < kv_len`` with ``p <= a`` if
+    causal and ``p > a - window`` if the spec has a window. Its score is ``scale * (q_latent . c + q_rope . r)`` for the
+    cached row ``[c | r]``, its value is c: the result stays in latent space, to be taken through the value half of
+    ``kv_b_proj``.
+
+    Args:
+        q_latent: packed query rows after absorption, ``q_nope @ W_UK``; [T, H, R].
+        q_rope: rotary part of the queries; [T, H, E].
+        pool: cache of all layers; this call's rows must already be written.
+        metadata: rows, lengths and page table, from a builder of ``mla_attn.metadata``.
+        spec: heads, dims and scale.
+        layer: layer of the pool, a Python int or an int32 scalar.
+        causal: False lets every row of a request see all its ``kv_len`` keys.
+        tree_mask: which tokens of this call each row may see, for draft trees.
+        return_lse: also return the log-sum-exp.
+        out_dtype: dtype of ``out``; that of ``q_latent`` if None.
+        implementation: "xla" or "reference"; None picks.
+        batch_invariant: bits of a row independent of its batch.
+
+    Returns:
+        ``out`` [T, H, R]; with ``return_lse`` also ``lse`` float32 [T, H], the natural log of the sum of exp(score). A
+        row that sees no key, and a row nobody owns, gives exactly 0 and -inf.
+
+    Raises:
+        ValueError: wrong shape, dtype or static value, when traced.
+        NotImplementedError: no implementation (or not the named one) serves the call, with the reason.
+    """
+    _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer)
+    call = MLACall(
+        spec=spec,
+        page_size=pool.page_size,
+        dtype=pool.dtype,
+        max_q_len=metadata.max_q_len,
+        causal=causal,
+        tree=tree_mask is not None,
+        batch_invariant=batch_invariant,
+    )
+    chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
+    with jax.named_scope(f"mla_attention_{chosen.name}"):
+        out, lse = chosen.run(q_latent, q_rope, pool, metadata, spec, layer=jnp.asarray(layer, jnp.int32), causal=causal)
+    out = out.astype(q_latent.dtype if out_dtype is None else out_dtype)
+    return (out, lse) if return_lse else out
+
+
+def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
+    rows = metadata.slots.shape[0]
+    check_shape("q_latent", q_latent, (rows, spec.num_heads, spec.kv_lora_rank), "T of metadata.slots, spec's H and R")
+    check_shape("q_rope", q_rope, (rows, spec.num_heads, spec.qk_rope_head_dim), "T of metadata.slots, spec's H and E")
+    for name, array in (("q_latent", q_latent), ("q_rope", q_rope)):
+        check_type(name, array, jnp.floating)
+    if q_latent.dtype != q_rope.dtype:
+        raise ValueError(f"q_rope has dtype {q_rope.dtype}, must be q_latent's {q_latent.dtype}")
+    if (pool.kv_lora_rank, pool.latent_dim) != (spec.kv_lora_rank, spec.latent_dim):
+        raise ValueError(
+            f"pool holds rows of {pool.kv_lora_rank} + {pool.latent_dim - pool.kv_lora_rank} channels, must be spec's "
+            f"{spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+        )
+    batch = metadata.q_lens.shape[0]
+    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets"):
+        check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")
+    check_shape("metadata.page_table", metadata.page_table, (batch, metadata.page_table.shape[-1]), "[B, W]")
+    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table"):
+        check_type(f"metadata.{name}", getattr(metadata, name), jnp.int32)
+    if metadata.page_table.shape[1] < 1:
+        raise ValueError(f"metadata.page_table has shape {metadata.page_table.shape}: W must be at least 1")
+    if metadata.max_q_len < 1 or metadata.kv_stride < 1:
+        raise ValueError(f"max_q_len={metadata.max_q_len} and kv_stride={metadata.kv_stride} must be at least 1")
+    if isinstance(layer, int) and not 0 <= layer < pool.num_layers:
+        raise ValueError(f"layer={layer} must be 0 to {pool.num_layers - 1}")
+    if spec.window is not None and not causal:
+        raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
+    if tree_mask is not None:
+        if spec.window is not None:
+            raise NotImplementedError(f"tree_mask with window={spec.window} is not served")
+        if tree_mask.dtype != jnp.bool_ or tree_mask.ndim != 3 or tree_mask.shape[:2] != (batch, metadata.max_q_len):
+            raise ValueError(
+                f"tree_mask is {tree_mask.dtype}{list(tree_mask.shape)}, must be bool [B, S, M] = "
+                f"[{batch}, {metadata.max_q_len}, at least {metadata.max_q_len}]"
+            )

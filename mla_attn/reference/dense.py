@@ -1,0 +1,75 @@
+"""Attention as a specification: float32, every score at once, no tricks."""
+
+import jax.numpy as jnp
+from jax.lax import Precision
+from jaxtyping import Array, Bool, Float, Int
+
+
+def attend(
+    q: Float[Array, "B S H D"],
+    k: Float[Array, "B M K D"],
+    v: Float[Array, "B M K V"],
+    visible: Bool[Array, "B S M"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "B S H V"], Float[Array, "B S H"]]:
+    """Softmax attention of dense blocks and its log-sum-exp; rows that see no key give 0 and -inf."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    # A key no row sees may hold anything, and 0 * NaN is NaN.
+    seen = visible.any(axis=1)[:, :, None, None]
+    k, v = jnp.where(seen, k, 0.0), jnp.where(seen, v, 0.0)
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("bshd,bmhd->bshm", q, k, precision=Precision.HIGHEST)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible[:, :, None, :], scores, -jnp.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
+    total = weights.sum(axis=-1, keepdims=True)
+    out = jnp.einsum("bshm,bmhv->bshv", weights, v, precision=Precision.HIGHEST)
+    out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), 0.0)
+    return out, (jnp.log(total) + top)[..., 0]
+
+
+def visible_keys(
+    positions: Int[Array, "B M"],
+    q_lens: Int[Array, "B"],
+    kv_lens: Int[Array, "B"],
+    max_q_len: int,
+    *,
+    causal: bool,
+    window: int | None,
+) -> Bool[Array, "B S M"]:
+    """Which key positions each row may see: row j stands at ``kv_len - q_len + j``."""
+    rows = jnp.arange(max_q_len)
+    at = (kv_lens - q_lens)[:, None, None] + rows[None, :, None]
+    p = positions[:, None, :]
+    visible = (rows[None, :, None] < q_lens[:, None, None]) & (p < kv_lens[:, None, None])
+    if causal:
+        visible &= p <= at
+    if window is not None:
+        visible &= p > at - window
+    return visible
+
+
+def to_blocks(
+    rows: Float[Array, "T *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], length: int
+) -> Float[Array, "B S *rest"]:
+    """Packed rows to a dense block per request; positions past its length are zero."""
+    if rows.shape[0] == 0:
+        return jnp.zeros((starts.shape[0], length, *rows.shape[1:]), rows.dtype)
+    offset = jnp.arange(length)
+    block = jnp.take(rows, starts[:, None] + offset, axis=0, mode="clip")
+    kept = (offset < lens[:, None]).reshape(*block.shape[:2], *(1,) * (rows.ndim - 1))
+    return jnp.where(kept, block, 0)
+
+
+def to_rows(
+    block: Float[Array, "B S *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], num_rows: int, fill: float
+) -> Float[Array, "T *rest"]:
+    """The inverse of ``to_blocks``; rows nobody owns hold ``fill``."""
+    offset = jnp.arange(block.shape[1])
+    target = jnp.where(offset < lens[:, None], starts[:, None] + offset, num_rows)
+    rows = jnp.full((num_rows, *block.shape[2:]), fill, block.dtype)
+    return rows.at[target].set(block, mode="drop")

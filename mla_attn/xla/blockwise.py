@@ -1,0 +1,220 @@
+"""Blockwise attention with an online softmax (Milakov and Gimelshein, arXiv:1805.02867) in plain JAX.
+
+The work is cut into *tiles* (a few consecutive query rows of one request) and each tile's visible keys into *blocks*; a
+pair (tile, block) is one item. Items are numbered tile by tile, so a tile's cost follows the keys it can see and a
+batch costs the sum of its requests, whatever the table's width.
+
+A fixed number of *lanes* walks the items side by side, each a contiguous range of equal length. Lane i working on tile n
+keeps its running maximum, sum and output in state row ``n + i``: along the items either number grows, never both stay,
+so no two (tile, lane) pairs share a row. One lane (the CPU) needs no merging; with more, the rows of a tile are merged in
+key order at the end.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_attn.metadata import row_owners
+
+# Query rows times heads a tile aims at. Larger tiles read keys less often in prefill, smaller ones waste less on rows
+# that are not there.
+_TILE_ROWS = 256
+
+# Rows of all lanes together. A GPU runs one item per lane at once and needs them to fill it; the scores of all lanes are
+# held in float32, LANE_ROWS times the keys of a block.
+_LANE_ROWS = 8192
+_MAX_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static sizes of one call."""
+
+    tile: int  # query tokens per tile
+    tiles: int  # tiles per request
+    block: int  # keys per block
+    blocks: int  # blocks that cover the longest possible request
+    lanes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows and lengths of the call; fields as in ``AttentionMetadata``, ``slots_held`` bounds the key slots."""
+
+    q_starts: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
+    kv_lens: Int[Array, "B"]
+    kv_offsets: Int[Array, "B"]
+    kv_stride: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What a row may see and how scores are formed."""
+
+    scale: float
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+
+
+Fetch = Callable[[Int[Array, "lanes"], Int[Array, "lanes"]], tuple[Float[Array, "lanes n K D"], Float[Array, "lanes n K V"]]]
+
+
+def make_plan(batch: int, max_q_len: int, heads: int, max_slots: int, block: int, *, parallel: bool) -> Plan:
+    """Sizes from static shapes alone; ``parallel`` for devices that want many items at once."""
+    tile = max(1, min(max_q_len, _TILE_ROWS // heads))
+    tiles, blocks = -(-max_q_len // tile), max(1, -(-max_slots // block))
+    lanes = min(_MAX_LANES, max(1, _LANE_ROWS // (tile * heads)), max(1, batch * tiles * blocks)) if parallel else 1
+    return Plan(tile, tiles, block, blocks, lanes)
+
+
+def blockwise_attention(
+    q: Float[Array, "T H D"], fetch: Fetch, batch: Batch, plan: Plan, rules: Rules
+) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
+    """Attention of packed query rows over keys that ``fetch(requests, first_slots)`` brings, a block per lane.
+
+    Returns float32 ``out`` and natural-log ``lse``; rows that see no key, and rows nobody owns, give 0 and -inf.
+    """
+    requests = batch.q_starts.shape[0]
+    rows, heads, _ = q.shape
+    _, v = jax.eval_shape(fetch, *(jax.ShapeDtypeStruct((plan.lanes,), jnp.int32),) * 2)
+    kv_heads, v_dim = v.shape[2:]
+    if rows == 0 or requests == 0:
+        return jnp.zeros((rows, heads, v_dim)), jnp.full((rows, heads), -jnp.inf)
+
+    first, count = _block_ranges(batch, plan, rules)
+    ends = jnp.cumsum(count)
+    share = -(-ends[-1] // plan.lanes)
+    lanes = jnp.arange(plan.lanes, dtype=jnp.int32)
+    group = heads // kv_heads
+    shape = (requests * plan.tiles + plan.lanes - 1, kv_heads, plan.tile * group)
+
+    def step(i, state):
+        item = lanes * share + i
+        alive = item < ends[-1]
+        tile = jnp.where(alive, jnp.searchsorted(ends, item, side="right").astype(jnp.int32), count.shape[0] - 1)
+        block = first[tile] + item - (ends[tile] - count[tile])
+        request, start = tile // plan.tiles, tile % plan.tiles * plan.tile
+        k, v = fetch(request, block * plan.block)
+        visible = _visible(batch, plan, rules, request, start, block) & alive[:, None, None]
+        q_rows = batch.q_starts[request][:, None] + start[:, None] + jnp.arange(plan.tile)
+        q_tile = q[jnp.clip(q_rows, 0, rows - 1)].reshape(plan.lanes, plan.tile, kv_heads, group, -1)
+        q_tile = q_tile.swapaxes(1, 2).reshape(plan.lanes, kv_heads, plan.tile * group, -1)
+        index = tile + lanes
+        return _put(state, index, _update(_take(state, index), q_tile, k, v, visible, rules))
+
+    state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, v_dim)))
+    state = lax.fori_loop(0, share, step, state)
+    top, total, acc = _merge_lanes(state, count, ends, share, plan.lanes)
+    filled = total > 0
+    out = jnp.where(filled[..., None], acc / jnp.where(filled, total, 1.0)[..., None], 0.0)
+    lse = jnp.where(filled, top + jnp.log(jnp.where(filled, total, 1.0)), -jnp.inf)
+    return _to_rows(out, lse, batch, plan, rows, group)
+
+
+def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
+    """First block and number of blocks of every tile: the key slots its rows can see, and no others."""
+    start = jnp.arange(plan.tiles, dtype=jnp.int32) * plan.tile
+    real = start < batch.q_lens[:, None]
+    base = (batch.kv_lens - batch.q_lens)[:, None]
+    last_row = base + jnp.minimum(start + plan.tile, batch.q_lens[:, None]) - 1
+    stop = jnp.minimum(batch.kv_lens[:, None], last_row + 1) if rules.causal else batch.kv_lens[:, None]
+    begin = jnp.zeros_like(stop) if rules.window is None else base + start - rules.window + 1
+
+    def slot_of(position):  # first slot whose key stands at `position` or after it
+        return jnp.maximum(-(-(position - batch.kv_offsets[:, None]) // batch.kv_stride), 0)
+
+    first = jnp.minimum(slot_of(begin) // plan.block, plan.blocks)
+    stop_block = jnp.minimum(-(-slot_of(stop) // plan.block), plan.blocks)
+    count = jnp.where(real, jnp.maximum(stop_block - first, 0), 0)
+    return first.ravel(), count.ravel()
+
+
+def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> Bool[Array, "lanes tile n"]:
+    slots = block[:, None] * plan.block + jnp.arange(plan.block)
+    p = (batch.kv_offsets[request][:, None] + slots * batch.kv_stride)[:, None, :]
+    row = start[:, None] + jnp.arange(plan.tile)
+    kv_len, q_len = batch.kv_lens[request], batch.q_lens[request]
+    at = ((kv_len - q_len)[:, None] + row)[:, :, None]
+    visible = (row < q_len[:, None])[:, :, None] & (p < kv_len[:, None, None])
+    if rules.causal:
+        visible &= p <= at
+    if rules.window is not None:
+        visible &= p > at - rules.window
+    return visible
+
+
+def _update(state, q, k, v, visible, rules: Rules):
+    """One online-softmax step: running maximum, sum and output of each lane's tile, taken over one more block."""
+    top, total, acc = state
+    precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
+    scores = rules.scale * jnp.einsum(
+        "lkrd,lnkd->lkrn", q.astype(k.dtype), k, precision=precision, preferred_element_type=jnp.float32
+    )
+    if rules.soft_cap is not None:
+        scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
+    group = q.shape[2] // visible.shape[1]
+    scores = jnp.where(jnp.repeat(visible, group, axis=1)[:, None], scores, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(axis=-1))
+    shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)  # no key yet: -inf - -inf would be NaN
+    weights = jnp.exp(scores - shift[..., None])
+    decay = jnp.exp(top - shift)
+    # Weight 0 does not silence a NaN value: rows no query of the tile sees are zeroed.
+    v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
+    added = jnp.einsum(
+        "lkrn,lnkv->lkrv", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
+    return new_top, total * decay + weights.sum(axis=-1), acc * decay[..., None] + added
+
+
+def _merge_lanes(state, count, ends, share, lanes: int):
+    """State row of each tile: its lanes' rows ``n + first_lane : n + last_lane + 1`` merged in key order."""
+    tiles = jnp.arange(count.shape[0], dtype=jnp.int32)
+    if lanes == 1:
+        return state
+    share = jnp.maximum(share, 1)
+    first = (ends - count) // share
+    parts = jnp.where(count > 0, (ends - 1) // share - first + 1, 0)
+
+    def add(i, merged):
+        part = _take(state, jnp.minimum(tiles + first + i, state[0].shape[0] - 1))
+        top, total, acc = merged
+        new = jnp.where((i < parts)[:, None, None], part[0], -jnp.inf)
+        new_top = jnp.maximum(top, new)
+        shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        a, b = jnp.exp(top - shift), jnp.exp(new - shift)
+        return new_top, total * a + part[1] * b, acc * a[..., None] + part[2] * b[..., None]
+
+    empty = tuple(jnp.full((count.shape[0], *x.shape[1:]), fill) for x, fill in zip(state, (-jnp.inf, 0, 0), strict=True))
+    return lax.fori_loop(0, parts.max(), add, empty)
+
+
+def _to_rows(out, lse, batch: Batch, plan: Plan, rows: int, group: int):
+    """Tiles back to packed rows."""
+    owner, owned = row_owners(batch.q_starts, batch.q_lens, rows)
+    offset = jnp.where(owned, jnp.arange(rows) - batch.q_starts[owner], 0)
+    tile, row = owner * plan.tiles + offset // plan.tile, offset % plan.tile
+    kv_heads = out.shape[1]
+    out = out.reshape(out.shape[0], kv_heads, plan.tile, group, -1)[tile, :, row]
+    lse = lse.reshape(lse.shape[0], kv_heads, plan.tile, group)[tile, :, row]
+    out = jnp.where(owned[:, None, None, None], out, 0.0).reshape(rows, kv_heads * group, -1)
+    return out, jnp.where(owned[:, None, None], lse, -jnp.inf).reshape(rows, -1)
+
+
+def _take(arrays, index):
+    if index.shape[0] == 1:  # a slice is a copy of memory; XLA's gather on a CPU walks the elements
+        return tuple(lax.dynamic_index_in_dim(a, index[0]) for a in arrays)
+    return tuple(a.at[index].get(unique_indices=True, mode="promise_in_bounds") for a in arrays)
+
+
+def _put(arrays, index, values):
+    if index.shape[0] == 1:
+        return tuple(lax.dynamic_update_slice_in_dim(a, b, index[0], 0) for a, b in zip(arrays, values, strict=True))
+    return tuple(
+        a.at[index].set(b, unique_indices=True, mode="promise_in_bounds") for a, b in zip(arrays, values, strict=True)
+    )

@@ -1,0 +1,42 @@
+"""Absorbed multi-head latent attention over a paged cache in plain JAX: bounded memory, runs anywhere."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from mla_attn.cache.write import gather_index
+from mla_attn.xla.blockwise import Batch, Rules, blockwise_attention, make_plan
+
+_BLOCK_KEYS = 512
+
+
+def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal):
+    """``(out float32 [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32."""
+    m = metadata
+    batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride)
+    rules = Rules(spec.scale, causal, spec.window, spec.soft_cap)
+    slots = m.page_table.shape[1] * pool.page_size
+    # Whole pages: a block is then a few contiguous pieces of memory.
+    block = min(slots, pool.page_size * max(1, _BLOCK_KEYS // pool.page_size))
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+
+    def run(q, *, parallel):
+        plan = make_plan(m.q_lens.shape[0], m.max_q_len, spec.num_heads, slots, block, parallel=parallel)
+        return blockwise_attention(q, _fetch(pool, m.page_table, layer, block), batch, plan, rules)
+
+    return lax.platform_dependent(q, cpu=lambda q: run(q, parallel=False), default=lambda q: run(q, parallel=True))
+
+
+def _fetch(pool, page_table, layer, block: int):
+    pages = block // pool.page_size
+
+    def fetch(requests, first_slots):
+        columns = first_slots[:, None] + jnp.arange(pages) * pool.page_size
+        physical, _ = gather_index(pool, page_table[requests], columns, layer)
+        if requests.shape[0] == 1 and pages <= 16:
+            rows = jnp.concatenate([lax.dynamic_index_in_dim(pool.data, p) for p in physical[0]], axis=1)
+        else:
+            rows = pool.data[physical].reshape(requests.shape[0], block, -1)
+        rows = rows[:, :, None]
+        return rows, rows[..., : pool.kv_lora_rank]
+
+    return fetch
