@@ -1,0 +1,224 @@
+"""Who owns which page: the host-side allocator behind a paged pool.
+
+Pure bookkeeping in NumPy: it never touches the device. A request owns room for its first ``length`` tokens; token t
+lives in row ``t % page_size`` of page ``table[t // page_size]``. Rows are written only as a request moves on, at
+positions between its old and its new length, so one rule keeps shared pages from being written:
+
+    a page held by several requests lies wholly below the length of each of them.
+
+``fork`` therefore shares full pages only, and ``truncate`` hands a shared page back rather than cut it in two; ``grow``
+then finds the request's last, partly filled page unshared, by construction. The host cannot copy rows, so both methods
+return how many leading tokens still have rows; the caller computes the others again, or copies them on the device.
+
+A prefix cache needs nothing more: a cached prefix is a request that nobody runs, forked from the request that computed
+it and freed when it is evicted.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+
+class OutOfPages(RuntimeError):
+    """The pool has too few free pages for a call, which changed nothing.
+
+    Attributes:
+        needed: pages the call wanted.
+        free: pages that were free.
+        num_pages: pages of the pool, free or not.
+    """
+
+    def __init__(self, needed: int, free: int, num_pages: int):
+        super().__init__(f"{needed} pages needed, {free} of {num_pages} free")
+        self.needed, self.free, self.num_pages = needed, free, num_pages
+
+
+@dataclasses.dataclass
+class _Request:
+    row: np.ndarray  # i32[table_width]: its pages in order of position, zeros after them
+    length: int  # tokens it has room for; its pages are row[: ceil(length / page_size)]
+
+
+class PageAllocator:
+    """Page tables of all live requests over one pool of pages.
+
+    Pages are taken lowest id first. Which pages a call gets then depends only on which are free, not on the order in
+    which they became so: runs can be repeated and compared, and pages in use gather at the low end of the pool.
+
+    Every method checks its arguments first and changes nothing when it raises. ``ValueError`` names the argument, its
+    value and what is allowed. ``request`` may be any hashable value.
+
+    Args:
+        num_pages: pages N of one layer of the pool; ids are 0 .. N - 1.
+        page_size: tokens P a page holds.
+        table_width: pages W a request may have, so at most W * P tokens; constant, for it is part of compiled shapes.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, table_width: int):
+        for name, value in (("num_pages", num_pages), ("page_size", page_size), ("table_width", table_width)):
+            _check_integer(name, value, 1)
+        self.num_pages, self.page_size, self.table_width = int(num_pages), int(page_size), int(table_width)
+        self._free = list(range(self.num_pages))  # a heap, as any sorted list is
+        self._holders = np.zeros(self.num_pages, np.int32)  # requests whose table names the page; 0 = free
+        self._requests: dict[Hashable, _Request] = {}
+
+    def create(self, request: Hashable, num_tokens: int = 0) -> None:
+        """Adds a request with room for ``num_tokens`` tokens.
+
+        Raises:
+            ValueError: ``request`` is live, or ``num_tokens`` is not in 0 .. table_width * page_size.
+            OutOfPages: too few pages are free.
+        """
+        self._check_new("request", request)
+        self._check_tokens(num_tokens)
+        new = _Request(np.zeros(self.table_width, np.int32), 0)
+        self._extend(new, num_tokens)
+        self._requests[request] = new
+
+    def grow(self, request: Hashable, num_tokens: int) -> None:
+        """Gives a request room for ``num_tokens`` tokens in all; its pages so far stay where they are.
+
+        Raises:
+            ValueError: ``request`` is not live, or ``num_tokens`` is not in length .. table_width * page_size.
+            OutOfPages: too few pages are free.
+        """
+        found = self._find("request", request)
+        self._check_tokens(num_tokens, least=found.length)
+        self._extend(found, num_tokens)
+
+    def truncate(self, request: Hashable, num_tokens: int) -> int:
+        """Drops the tokens from ``num_tokens`` on (rejected drafts, preemption) and gives back the pages past them.
+
+        The page that would be left partly filled goes back as well if others hold it, since growing would write it.
+
+        Returns:
+            The new length: ``num_tokens``, or in that last case the next lower multiple of ``page_size``; rows from
+            there to ``num_tokens`` must be computed or copied again. It cannot happen when only rows that are final,
+            such as those of accepted tokens, are ever passed to ``fork``.
+
+        Raises:
+            ValueError: ``request`` is not live, or ``num_tokens`` is not in 0 .. length.
+        """
+        found = self._find("request", request)
+        self._check_tokens(num_tokens, most=found.length)
+        full, partial = divmod(int(num_tokens), self.page_size)
+        if partial and self._holders[found.row[full]] > 1:
+            partial = 0
+        self._release(found, full + (partial > 0))
+        found.length = full * self.page_size + partial
+        return found.length
+
+    def fork(self, parent: Hashable, child: Hashable, num_tokens: int) -> int:
+        """Adds ``child``, which shares the full pages among the first ``num_tokens`` tokens of ``parent``.
+
+        Takes no page, so it cannot run out. ``grow(child, ...)`` then adds pages of its own, the first for the tokens
+        of a last page that was not full. The allocator sees lengths, not contents: rows of the shared tokens must be
+        written already (or by a call that comes before any use of them), and be the same for both requests.
+
+        Returns:
+            The child's length, ``num_tokens`` rounded down to a multiple of ``page_size``: the tokens that are shared.
+            Rows from there on the child must compute, or copy from the parent.
+
+        Raises:
+            ValueError: ``parent`` is not live, ``child`` is, or ``num_tokens`` is not in 0 .. length of ``parent``.
+        """
+        found = self._find("parent", parent)
+        self._check_new("child", child)
+        self._check_tokens(num_tokens, most=found.length)
+        full = int(num_tokens) // self.page_size
+        row = np.zeros_like(found.row)
+        row[:full] = found.row[:full]
+        self._holders[row[:full]] += 1
+        self._requests[child] = _Request(row, full * self.page_size)
+        return full * self.page_size
+
+    def free(self, request: Hashable) -> None:
+        """Removes a request; pages that nobody else holds become free.
+
+        Raises:
+            ValueError: ``request`` is not live.
+        """
+        self._release(self._find("request", request), 0)
+        del self._requests[request]
+
+    def length(self, request: Hashable) -> int:
+        """Tokens a request has room for; ValueError if it is not live."""
+        return self._find("request", request).length
+
+    def table(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B W"]:
+        """Page table of a batch: row b lists the pages of ``request_ids[b]`` in order of position.
+
+        Entries past a request's length, and rows past the requests up to ``batch`` (default: their number), are 0:
+        no op reads them, so that any value is legal there.
+
+        Returns:
+            A new i32[batch, table_width].
+
+        Raises:
+            ValueError: a request is not live, or there are more than ``batch`` of them.
+        """
+        rows = [self._find("request_ids", request).row for request in request_ids]
+        if batch is not None:
+            _check_integer("batch", batch, len(rows))
+        table = np.zeros((len(rows) if batch is None else batch, self.table_width), np.int32)
+        for out, row in zip(table, rows):
+            out[:] = row
+        return table
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages some request holds, each counted once."""
+        return self.num_pages - len(self._free)
+
+    @property
+    def num_shared(self) -> int:
+        """Pages several requests hold, each counted once."""
+        return int(np.count_nonzero(self._holders > 1))
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _extend(self, request: _Request, num_tokens: int) -> None:
+        """The only place that takes pages: all that are needed or, raising OutOfPages, none."""
+        first, last = self._num_pages(request.length), self._num_pages(int(num_tokens))
+        if last - first > len(self._free):
+            raise OutOfPages(last - first, len(self._free), self.num_pages)
+        for i in range(first, last):
+            request.row[i] = heapq.heappop(self._free)
+        self._holders[request.row[first:last]] = 1
+        request.length = int(num_tokens)
+
+    def _release(self, request: _Request, keep: int) -> None:
+        """The only place that gives pages back: a request lets go of all but its first ``keep``."""
+        pages = request.row[keep : self._num_pages(request.length)]
+        self._holders[pages] -= 1  # no page is in a row twice, so none is missed
+        for page in pages[self._holders[pages] == 0].tolist():
+            heapq.heappush(self._free, page)
+        pages[:] = 0
+
+    def _find(self, name: str, request: Hashable) -> _Request:
+        if request not in self._requests:
+            raise ValueError(f"{name}={request!r} must be one of the {len(self._requests)} live requests")
+        return self._requests[request]
+
+    def _check_new(self, name: str, request: Hashable) -> None:
+        if request in self._requests:
+            raise ValueError(f"{name}={request!r} must not be one of the {len(self._requests)} live requests")
+
+    def _check_tokens(self, num_tokens: int, *, least: int = 0, most: int | None = None) -> None:
+        _check_integer("num_tokens", num_tokens, least, self.table_width * self.page_size if most is None else most)
+
+
+def _check_integer(name: str, value: int, least: int, most: int | None = None) -> None:
+    right_type = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not right_type or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r} must be an integer {allowed}")
