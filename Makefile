@@ -4,7 +4,7 @@
 .PHONY: help demo test lint cuda-aot clean
 
 CHECKPOINT := tests/fixtures/deepseek-v3-tiny
-JAX_VERSION := $(shell sed -n 's/^jax==//p' constraints.txt)
+JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s%s\n", $$1, $$2 }'

@@ -5,9 +5,10 @@ import os
 import jax
 import jaxtyping
 import pytest
+
 import source_tree
 
-pytest.register_assert_rewrite("helpers")
+pytest.register_assert_rewrite("helpers", "checkpoints")
 SHAPES_CHECKED = source_tree.install()
 
 

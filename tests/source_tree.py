@@ -12,16 +12,16 @@ FOLDERS = {"mla_attn": ROOT / "mla_attn"} | {name: ROOT / path for name, path in
 
 
 class PathFinder(importlib.machinery.PathFinder):
-    """The ordinary finder, which also knows the folders that ``package-dir`` maps under ``mla_attn``.
+    """Finds this library alone, the folders that ``package-dir`` maps under it included.
 
-    An editable install has a finder of its own for those; jaxtyping's hook asks none but the ``PathFinder``.
+    An editable install has a finder of its own for those, but jaxtyping's hook asks the first ``PathFinder`` only.
     """
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
         if fullname in FOLDERS:
             return importlib.util.spec_from_file_location(fullname, FOLDERS[fullname] / "__init__.py")
-        return super().find_spec(fullname, path, target)
+        return super().find_spec(fullname, path, target) if fullname.startswith("mla_attn.") else None
 
 
 def check(function):

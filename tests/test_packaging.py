@@ -7,11 +7,11 @@ import zipfile
 import jax.numpy as jnp
 import jaxtyping
 import pytest
-from source_tree import FOLDERS, ROOT
+from mla_attn.cache import LatentPool, write_latent
 
 import mla_attn
-from mla_attn.cache import LatentPool, write_latent
 from mla_attn.specs import MLASpec
+from source_tree import FOLDERS, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,29 @@ optional = {{"flax", "jax_triton", "triton", "tokenizers", "beartype"}} & set(sy
 assert not optional, f"imported by the ops: {{optional}}"
 """
     subprocess.run([sys.executable, "-I", "-c", code], check=True, cwd=wheel.parent)
+
+
+def _find_python(folder, **programs):
+    """Runs .ci/find-python where PATH holds nothing but ``programs``, given as shell commands."""
+    for name, command in programs.items():
+        path = folder / name.replace("_", ".")
+        path.write_text(f"#!/bin/sh\n{command}\n")
+        path.chmod(0o755)
+    env = {"PATH": str(folder), "HOME": str(folder)}
+    return subprocess.run([ROOT / ".ci" / "find-python"], env=env, capture_output=True, text=True)
+
+
+def test_find_python_passes_over_programs_that_do_not_run(tmp_path):
+    found = _find_python(
+        tmp_path, python3_12="exit 127", python3_13="echo 3.11; exit 1", python3=f'{sys.executable} "$@"'
+    )
+    assert (found.returncode, found.stdout) == (0, f"{sys.executable}\n")
+
+
+def test_find_python_says_what_to_install(tmp_path):
+    found = _find_python(tmp_path, python3="exit 1")
+    assert found.returncode == 1
+    assert "No Python 3.12 or newer" in found.stderr and "python3.12-venv" in found.stderr
 
 
 def test_tests_import_this_checkout():
