@@ -1,0 +1,404 @@
+"""DeepSeek-V2 and V3 over paged latent attention (arXiv:2405.04434, arXiv:2412.19437).
+
+Shapes: T rows of the call, H heads, Dn and E the nope and rope widths of a query or key head, V of a value head, R the
+latent rank. ``dtype`` float32 means float32 throughout: every product runs at the highest precision (no TF32). With
+bfloat16, parameters and activations are bfloat16, products accumulate in float32, and norms, softmax, router and rope
+are computed in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from numpy.typing import DTypeLike
+
+from mla_attn import steps
+from mla_attn.cache import LatentPool
+from mla_attn.metadata import AttentionMetadata
+from mla_attn.models.config import DeepseekConfig
+from mla_attn.models.rope import rotate, rotation
+from mla_attn.specs import MLASpec
+
+EXPANDED_MODES = ("prefill", "extend")  # attend over per-head keys and values
+ABSORBED_MODES = ("decode", "target_verify", "draft_extend", "draft_decode")  # attend over the latent itself
+DTYPES = ("bfloat16", "float32")
+
+
+class DeepseekForCausalLM(nnx.Module):
+    """A decoder with its output head and, where the checkpoint has one, the draft (MTP) layer.
+
+    Args:
+        config: what the checkpoint is.
+        dtype: bfloat16 or float32, of parameters and activations.
+        rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
+    """
+
+    def __init__(self, config: DeepseekConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        dtype = jnp.dtype(dtype)
+        if dtype.name not in DTYPES:
+            raise ValueError(f"dtype={dtype.name} must be one of {', '.join(DTYPES)}")
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        if config.num_nextn_predict_layers:
+            self.mtp = DraftLayer(config, dtype=dtype, rngs=rngs)
+
+    @property
+    def attention_spec(self) -> MLASpec:
+        """Static facts of the attention, the same in every layer."""
+        return attention_spec(self.config)
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Layers a pool needs: the decoder layers, then the draft layer."""
+        return self.config.num_hidden_layers + self.config.num_nextn_predict_layers
+
+    def __call__(
+        self,
+        tokens: Int[Array, "T"],
+        pool: LatentPool,
+        metadata: AttentionMetadata,
+        *,
+        mode: str,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T dim"], LatentPool]:
+        """Run the rows of this call through all layers, writing their cache rows.
+
+        Args:
+            tokens: token ids; padding rows may hold anything, their results mean nothing but are finite.
+            pool: cache with ``num_cache_layers`` layers; donate it at the outermost jit.
+            metadata: where rows stand, what they see and where they are written.
+            mode: the function of ``mla_attn.steps`` that attends: prefill, extend, decode, target_verify, draft_extend
+                or draft_decode. Prefill and extend run over expanded keys and values, the others absorbed.
+            implementation: of the attention ops, None for the best available.
+
+        Returns:
+            Hidden states after the final norm, and the pool.
+        """
+        _check_mode(mode)
+        cos_sin = _rotation(self.config, metadata)
+        x = self.embed_tokens(tokens)
+        for layer, block in enumerate(self.layers):
+            x, pool = block(x, cos_sin, pool, metadata, layer=layer, mode=mode, implementation=implementation)
+        return self.norm(x), pool
+
+    def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of hidden states that ``__call__`` returned."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.attend(hidden)
+        return self.lm_head.float32(hidden)
+
+    def draft(
+        self,
+        hidden: Float[Array, "T dim"],
+        next_tokens: Int[Array, "T"],
+        pool: LatentPool,
+        metadata: AttentionMetadata,
+        *,
+        mode: str,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T dim"], LatentPool]:
+        """Run the draft layer: the row at position t predicts token t + 2 (arXiv:2412.19437, section 2.2).
+
+        Args:
+            hidden: what ``__call__`` returned for position t or, drafting further, what ``draft`` returned.
+            next_tokens: the token at position t + 1.
+            pool: the same pool; the draft layer's rows are its layer ``num_hidden_layers``.
+            metadata: rows at positions t.
+            mode: as in ``__call__``.
+            implementation: as in ``__call__``.
+
+        Returns:
+            Hidden states after the draft head's norm, for ``draft_logits`` or another draft step, and the pool.
+
+        Raises:
+            ValueError: the model has no draft layer.
+        """
+        _check_mode(mode)
+        self._require_mtp()
+        cos_sin = _rotation(self.config, metadata)
+        layer = self.config.num_hidden_layers
+        return self.mtp(
+            hidden, next_tokens, cos_sin, pool, metadata, layer=layer, mode=mode, implementation=implementation
+        )
+
+    def draft_logits(self, draft_hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of hidden states that ``draft`` returned."""
+        self._require_mtp()
+        return self.mtp.head.float32(draft_hidden)
+
+    def _require_mtp(self):
+        if not self.config.num_nextn_predict_layers:
+            raise ValueError("num_nextn_predict_layers=0: this model has no draft layer; draft needs 1")
+
+
+def attention_spec(config: DeepseekConfig) -> MLASpec:
+    """The spec of a checkpoint's attention."""
+    return MLASpec(
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        scale=config.softmax_scale,
+    )
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then a dense MLP or experts, each normed before and added to the residual stream."""
+
+    def __init__(self, config: DeepseekConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if config.is_moe(layer):
+            self.mlp = MoE(config, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x, cos_sin, pool, metadata, **step):
+        attended, pool = self.self_attn(self.input_layernorm(x), cos_sin, pool, metadata, **step)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), pool
+
+
+class DraftLayer(nnx.Module):
+    """The multi-token-prediction layer. It keeps its own copies of the embedding and the head, as checkpoints do."""
+
+    def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_tokens = Embedding(config.vocab_size, dim, dtype=dtype, rngs=rngs)
+        self.enorm = RMSNorm(dim, eps, dtype=dtype)
+        self.hnorm = RMSNorm(dim, eps, dtype=dtype)
+        self.eh_proj = Linear(2 * dim, dim, dtype=dtype, rngs=rngs)
+        self.block = DecoderLayer(config, config.num_hidden_layers, dtype=dtype, rngs=rngs)
+        self.norm = RMSNorm(dim, eps, dtype=dtype)
+        self.head = Linear(dim, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, hidden, next_tokens, cos_sin, pool, metadata, **step):
+        embedded = self.enorm(self.embed_tokens(next_tokens))
+        x = self.eh_proj(jnp.concatenate([embedded, self.hnorm(hidden)], axis=-1))
+        x, pool = self.block(x, cos_sin, pool, metadata, **step)
+        return self.norm(x), pool
+
+
+class Attention(nnx.Module):
+    """Multi-head latent attention: what is cached is one latent row and one rope key per token, for all heads.
+
+    ``w_uk`` [H, Dn, R] and ``w_uv`` [H, V, R] are the two halves of the checkpoint's ``kv_b_proj``: they expand a latent
+    row to per-head keys and values, or are absorbed into the query and the output.
+    """
+
+    def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
+        self.spec = attention_spec(config)
+        self.nope_dim = config.qk_nope_head_dim
+        dim, heads, rank, eps = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.rms_norm_eps
+        queries = heads * config.qk_head_dim
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(dim, queries, dtype=dtype, rngs=rngs)
+        else:
+            self.q_a_proj = Linear(dim, config.q_lora_rank, dtype=dtype, rngs=rngs)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps, dtype=dtype)
+            self.q_b_proj = Linear(config.q_lora_rank, queries, dtype=dtype, rngs=rngs)
+        self.kv_a_proj = Linear(dim, self.spec.latent_dim, dtype=dtype, rngs=rngs)
+        self.kv_a_layernorm = RMSNorm(rank, eps, dtype=dtype)
+        self.w_uk = _weight(rngs, (heads, config.qk_nope_head_dim, rank), dtype)
+        self.w_uv = _weight(rngs, (heads, config.v_head_dim, rank), dtype)
+        self.o_proj = Linear(heads * config.v_head_dim, dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x, cos_sin, pool, metadata, *, layer: int, mode: str, implementation: str | None):
+        q_nope, q_rope = self._queries(x, cos_sin)
+        latent, rope = self._latent(x, cos_sin)
+        step, options = getattr(steps, mode), {"layer": layer, "implementation": implementation}
+        if mode in ABSORBED_MODES:
+            q_latent = _einsum("thd,hdr->thr", q_nope, self.w_uk[...])
+            out, pool = step(q_latent, q_rope, latent, rope, pool, metadata, self.spec, **options)
+            out = _einsum("thr,hvr->thv", out, self.w_uv[...])
+        else:
+            q = jnp.concatenate([q_nope, q_rope], axis=-1)
+            k_nope = _einsum("tr,hdr->thd", latent, self.w_uk[...])
+            k = jnp.concatenate([k_nope, jnp.broadcast_to(rope[:, None], q_rope.shape)], axis=-1)
+            v = _einsum("tr,hvr->thv", latent, self.w_uv[...])
+            # A cached prefix holds latent rows: extend expands them with the same two weights, chunk by chunk.
+            expand = (self.w_uk[...], self.w_uv[...]) if mode == "extend" else ()
+            out, pool = step(q, k, v, latent, rope, *expand, pool, metadata, self.spec, **options)
+        return self.o_proj(out.reshape(out.shape[0], -1)), pool
+
+    def _queries(self, x, cos_sin):
+        q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.reshape(q.shape[0], self.spec.num_heads, -1)
+        return q[..., : self.nope_dim], rotate(q[..., self.nope_dim :], *cos_sin)
+
+    def _latent(self, x, cos_sin):
+        latent, rope = jnp.split(self.kv_a_proj(x), [self.spec.kv_lora_rank], axis=-1)
+        return self.kv_a_layernorm(latent), rotate(rope, *cos_sin)
+
+
+class MoE(nnx.Module):
+    """Routed experts, each token in its own few, plus shared experts that every token passes through."""
+
+    def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
+        dim, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        self.gate = Router(config, rngs=rngs)
+        self.gate_proj = _weight(rngs, (count, dim, width), dtype)
+        self.up_proj = _weight(rngs, (count, dim, width), dtype)
+        self.down_proj = _weight(rngs, (count, width, dim), dtype)
+        self.has_shared = config.n_shared_experts > 0
+        if self.has_shared:
+            self.shared_experts = MLP(dim, width * config.n_shared_experts, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T dim"]) -> Float[Array, "T dim"]:
+        experts, weights = self.gate(x)
+        out = self._experts(x, experts, weights).astype(x.dtype)
+        return out + self.shared_experts(x) if self.has_shared else out
+
+    def _experts(self, x, experts: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T dim"]:
+        """Sort the (token, expert) pairs by expert, run each expert over its run of rows, and sum per token."""
+        chosen = experts.reshape(-1)
+        order = jnp.argsort(chosen)
+        sizes = jnp.bincount(chosen, length=self.gate_proj.shape[0]).astype(jnp.int32)
+        rows = x[order // experts.shape[1]]
+        hidden = _swiglu(_ragged(rows, self.gate_proj[...], sizes), _ragged(rows, self.up_proj[...], sizes), x.dtype)
+        out = _ragged(hidden, self.down_proj[...], sizes)[jnp.argsort(order)]  # the inverse permutation
+        return (out.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
+
+
+class Router(nnx.Module):
+    """Chooses the experts of each token; float32 whatever the model's dtype, because near ties flip experts."""
+
+    def __init__(self, config: DeepseekConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.kernel = _weight(rngs, (config.hidden_size, config.n_routed_experts), jnp.float32)
+        if config.topk_method == "noaux_tc":
+            self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32))
+
+    def __call__(self, x: Float[Array, "T dim"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """Experts of each token and their weights (arXiv:2405.04434 section 2.2.2, arXiv:2412.19437 section 2.1.2).
+
+        ``greedy``: the best k. ``group_limited_greedy``: the best k of the groups with the best expert. ``noaux_tc``:
+        the same with groups judged by their best two, a learned bias added for choosing but not for weighing.
+        """
+        config = self.config
+        scores = _dot(x.astype(jnp.float32), self.kernel[...])
+        if config.scoring_func == "softmax":
+            scores = ranked = jax.nn.softmax(scores, axis=-1)
+        else:
+            scores = jax.nn.sigmoid(scores)
+            ranked = scores + self.e_score_correction_bias[...][None]
+        if config.topk_method != "greedy":
+            ranked = _keep_groups(
+                ranked, config.n_group, config.topk_group, best=2 if config.topk_method == "noaux_tc" else 1
+            )
+        _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return experts, weights * config.routed_scaling_factor
+
+
+def _keep_groups(scores: Float[Array, "T experts"], groups: int, kept: int, *, best: int):
+    """Scores with -inf outside the ``kept`` groups whose ``best`` highest scores sum highest.
+
+    -inf and not 0: a biased score may be negative, and a dropped expert must never win.
+    """
+    grouped = scores.reshape(scores.shape[0], groups, -1)
+    group_scores = jax.lax.top_k(grouped, best)[0].sum(axis=-1)
+    _, chosen = jax.lax.top_k(group_scores, kept)
+    keep = jax.nn.one_hot(chosen, groups, dtype=bool).any(axis=1)
+    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+class MLP(nnx.Module):
+    """Dense SwiGLU MLP."""
+
+    def __init__(self, dim: int, width: int, *, dtype, rngs: nnx.Rngs):
+        self.gate_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(width, dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down_proj(_swiglu(self.gate_proj.float32(x), self.up_proj.float32(x), x.dtype))
+
+
+class Linear(nnx.Module):
+    """``x @ kernel`` without bias, accumulated in float32; ``kernel`` is [in, out].
+
+    Not ``nnx.Linear``, because the precision must follow the dtype and the heads want the float32 accumulator itself.
+    """
+
+    def __init__(self, dim_in: int, dim_out: int, *, dtype, rngs: nnx.Rngs):
+        self.kernel = _weight(rngs, (dim_in, dim_out), dtype)
+
+    def __call__(self, x):
+        return self.float32(x).astype(x.dtype)
+
+    def float32(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        """The product before it is rounded to the dtype of ``x``."""
+        return _dot(x, self.kernel[...])
+
+
+class Embedding(nnx.Module):
+    """Token embeddings [vocab, dim]. Ids outside the vocabulary (padding) are clipped, so that rows stay finite."""
+
+    def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
+        self.embedding = _weight(rngs, (vocab, dim), dtype)
+
+    def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T dim"]:
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+
+    def attend(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of a tied head."""
+        return _dot(x, self.embedding[...].T)
+
+
+class RMSNorm(nnx.Module):
+    """``x / rms(x) * scale``, computed in float32."""
+
+    def __init__(self, dim: int, eps: float, *, dtype):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(dim, dtype))
+
+    def __call__(self, x):
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)).astype(x.dtype)
+
+
+def _rotation(config: DeepseekConfig, metadata: AttentionMetadata):
+    return rotation(metadata.positions, config.qk_rope_head_dim, config.rope_theta, config.yarn)
+
+
+def _check_mode(mode: str):
+    if mode not in EXPANDED_MODES + ABSORBED_MODES:
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(EXPANDED_MODES + ABSORBED_MODES)}")
+
+
+def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
+    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+
+
+def _precision(x: Array) -> jax.lax.Precision:
+    # GPUs multiply float32 in TF32 unless told otherwise; for bfloat16 operands there is nothing to gain.
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def _dot(x, kernel):
+    """Product over the last axis of ``x`` and the first of ``kernel``, in float32."""
+    return jnp.matmul(x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
+
+
+def _ragged(rows, kernels, sizes):
+    """Product of each run of ``sizes[e]`` rows with ``kernels[e]``, in float32."""
+    return jax.lax.ragged_dot(rows, kernels, sizes, precision=_precision(rows), preferred_element_type=jnp.float32)
+
+
+def _einsum(equation, x, kernel):
+    product = jnp.einsum(equation, x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
+    return product.astype(x.dtype)
+
+
+def _swiglu(gate, up, dtype):
+    return (jax.nn.silu(gate) * up).astype(dtype)

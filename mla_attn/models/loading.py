@@ -1,0 +1,224 @@
+"""Hugging Face DeepSeek checkpoints into the NNX model, one tensor at a time.
+
+``_weights`` is the whole map: which tensors of the checkpoint fill which parameter, and how. Everything else here
+checks the checkpoint against it or carries bytes.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from numpy.typing import DTypeLike
+
+from mla_attn.models.config import DeepseekConfig
+from mla_attn.models.deepseek import MLP, Attention, DecoderLayer, DeepseekForCausalLM, MoE
+from mla_attn.models.safetensors import DTYPES, CheckpointError, Stored, list_tensors, read_json, some
+
+SCALE = "_scale_inv"  # of an FP8 block; multiplied, in spite of its name
+
+
+def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekForCausalLM:
+    """Load a folder with ``config.json`` and ``model.safetensors`` (or its shards and their index).
+
+    FP8 weights with block scales are dequantised to ``dtype``. One tensor is in host memory at a time (for experts, one
+    projection of one layer). Passed over knowingly: ``rotary_emb.inv_freq`` buffers, which are computed, and
+    ``lm_head.weight`` where the embedding is tied to it. The draft layer has its own embedding and head; a checkpoint
+    that leaves these copies out gets those of the target.
+
+    Args:
+        path: checkpoint folder.
+        dtype: bfloat16 or float32, of parameters and activations.
+
+    Raises:
+        CheckpointError: missing or damaged files; missing, unexpected or misshapen tensors; a dtype that cannot be read.
+        ValueError: a ``config.json`` that asks for what is not served, or a wrong ``dtype``.
+    """
+    folder = Path(path)
+    config = DeepseekConfig.from_hf(read_json(folder / "config.json"))
+    model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    tensors = list_tensors(folder)
+    weights = [_resolve(weight, tensors) for weight in _weights(model)]
+    _check_names(weights, tensors, config)
+    for weight in weights:
+        _check_stored(weight, tensors, config)
+    for weight in weights:
+        weight.fill(lambda name: dequantise(tensors, name, config.weight_block_size))
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One or more tensors of a checkpoint and the parameters they fill.
+
+    Attributes:
+        params: usually one; two for ``kv_b_proj``.
+        names: usually one tensor; one for each expert where ``params[0]`` is stacked.
+        shape: of each tensor in the checkpoint.
+        convert: from a tensor to what each parameter, or each row of a stacked one, holds.
+        fallbacks: other names for the tensor, tried in order.
+    """
+
+    params: tuple[nnx.Param, ...]
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    convert: Callable[[np.ndarray], tuple[np.ndarray, ...]] = lambda tensor: (tensor,)
+    fallbacks: tuple[str, ...] = ()
+    stacked: bool = False
+
+    def fill(self, read: Callable[[str], np.ndarray]) -> None:
+        """Read the tensors and set the parameters, in their dtypes."""
+        if not self.stacked:
+            for param, value in zip(self.params, self.convert(read(self.names[0])), strict=True):
+                # A copy, for on CPU the device array may be the very memory it is given.
+                param.set_value(jax.device_put(np.array(value, param.dtype, order="C")))
+            return
+        (param,) = self.params
+        host = np.empty(param.shape, param.dtype)
+        for row, name in zip(host, self.names, strict=True):
+            (row[...],) = self.convert(read(name))
+        param.set_value(jax.device_put(host))
+
+
+def dequantise(tensors: dict[str, Stored], name: str, block: tuple[int, int] | None) -> np.ndarray:
+    """A tensor as stored or, for FP8, times the scale of its block, in float32; last blocks may be partial."""
+    value = tensors[name].read()
+    if tensors[name].dtype != "F8_E4M3":
+        return value
+    scales = tensors[name + SCALE].read()
+    rows, columns = (np.arange(size) // each for size, each in zip(value.shape, block, strict=True))
+    return value.astype(np.float32) * scales[rows][:, columns]
+
+
+def _weights(model: DeepseekForCausalLM) -> Iterator[Weight]:
+    """Every weight of a model, with the names and shapes its checkpoint has ([out, in] for matrices)."""
+    embedding = "model.embed_tokens.weight"
+    yield _plain(model.embed_tokens.embedding, embedding)
+    for index, layer in enumerate(model.layers):
+        yield from _layer(layer, f"model.layers.{index}")
+    yield _plain(model.norm.scale, "model.norm.weight")
+    tied = model.config.tie_word_embeddings
+    if not tied:
+        yield _matrix(model.lm_head.kernel, "lm_head.weight")
+    if not model.config.num_nextn_predict_layers:
+        return
+    mtp, prefix = model.mtp, f"model.layers.{model.config.num_hidden_layers}"
+    head = _matrix(mtp.head.kernel, f"{prefix}.shared_head.head.weight")
+    yield dataclasses.replace(
+        _plain(mtp.embed_tokens.embedding, f"{prefix}.embed_tokens.weight"), fallbacks=(embedding,)
+    )
+    yield dataclasses.replace(head, fallbacks=(embedding if tied else "lm_head.weight",))
+    yield _plain(mtp.enorm.scale, f"{prefix}.enorm.weight")
+    yield _plain(mtp.hnorm.scale, f"{prefix}.hnorm.weight")
+    yield _plain(mtp.norm.scale, f"{prefix}.shared_head.norm.weight")
+    yield _matrix(mtp.eh_proj.kernel, f"{prefix}.eh_proj.weight")
+    yield from _layer(mtp.block, prefix)
+
+
+def _layer(layer: DecoderLayer, prefix: str) -> Iterator[Weight]:
+    yield _plain(layer.input_layernorm.scale, f"{prefix}.input_layernorm.weight")
+    yield _plain(layer.post_attention_layernorm.scale, f"{prefix}.post_attention_layernorm.weight")
+    yield from _attention(layer.self_attn, f"{prefix}.self_attn")
+    yield from (_moe if isinstance(layer.mlp, MoE) else _mlp)(layer.mlp, f"{prefix}.mlp")
+
+
+def _attention(attention: Attention, prefix: str) -> Iterator[Weight]:
+    for name in ("q_proj", "q_a_proj", "q_b_proj", "o_proj"):
+        if hasattr(attention, name):
+            yield _matrix(getattr(attention, name).kernel, f"{prefix}.{name}.weight")
+    yield _matrix(attention.kv_a_proj.kernel, f"{prefix}.kv_a_proj_with_mqa.weight")
+    for name in ("q_a_layernorm", "kv_a_layernorm"):
+        if hasattr(attention, name):
+            yield _plain(getattr(attention, name).scale, f"{prefix}.{name}.weight")
+    heads, nope, rank = attention.w_uk.shape
+    width = nope + attention.w_uv.shape[1]
+
+    def split(tensor):  # per head: first the rows that make the nope part of the key, then those of the value
+        return tuple(np.split(tensor.reshape(heads, width, rank), [nope], axis=1))
+
+    yield Weight((attention.w_uk, attention.w_uv), (f"{prefix}.kv_b_proj.weight",), (heads * width, rank), split)
+
+
+def _mlp(mlp: MLP, prefix: str) -> Iterator[Weight]:
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        yield _matrix(getattr(mlp, name).kernel, f"{prefix}.{name}.weight")
+
+
+def _moe(moe: MoE, prefix: str) -> Iterator[Weight]:
+    yield _matrix(moe.gate.kernel, f"{prefix}.gate.weight")
+    if hasattr(moe.gate, "e_score_correction_bias"):
+        yield _plain(moe.gate.e_score_correction_bias, f"{prefix}.gate.e_score_correction_bias")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        param = getattr(moe, name)
+        count, dim_in, dim_out = param.shape
+        names = tuple(f"{prefix}.experts.{expert}.{name}.weight" for expert in range(count))
+        yield Weight((param,), names, (dim_out, dim_in), _transposed, stacked=True)
+    if moe.has_shared:
+        yield from _mlp(moe.shared_experts, f"{prefix}.shared_experts")
+
+
+def _plain(param: nnx.Param, name: str) -> Weight:
+    return Weight((param,), (name,), param.shape)
+
+
+def _matrix(param: nnx.Param, name: str) -> Weight:
+    return Weight((param,), (name,), param.shape[::-1], _transposed)
+
+
+def _transposed(tensor: np.ndarray) -> tuple[np.ndarray, ...]:
+    return (tensor.T,)
+
+
+def _resolve(weight: Weight, tensors: dict[str, Stored]) -> Weight:
+    """The weight under the first of its names that the checkpoint has."""
+    found = [name for name in (*weight.names[:1], *weight.fallbacks) if name in tensors]
+    return dataclasses.replace(weight, names=(found[0],)) if weight.fallbacks and found else weight
+
+
+def _check_names(weights: list[Weight], tensors: dict[str, Stored], config: DeepseekConfig) -> None:
+    wanted = {name for weight in weights for name in weight.names}
+    scales = {name + SCALE for name in wanted if name in tensors and tensors[name].dtype == "F8_E4M3"}
+    ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings:
+        ignored.add("lm_head.weight")
+    missing = sorted((wanted | scales) - tensors.keys())
+    extra = sorted(tensors.keys() - wanted - scales - ignored)
+    draft = f"model.layers.{config.num_hidden_layers}."
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {some(missing)}")
+        if any(name.startswith(draft) for name in missing) and not any(name.startswith(draft) for name in tensors):
+            problems.append("it has no draft layer: num_nextn_predict_layers must be 0 in its config.json")
+    if extra:
+        problems.append(f"{len(extra)} unexpected: {some(extra)}")
+        if all(name.startswith(draft) for name in extra) and not config.num_nextn_predict_layers:
+            problems.append("it has a draft layer: num_nextn_predict_layers must be 1 in its config.json")
+    if problems:
+        raise CheckpointError("tensors do not match config.json: " + "; ".join(problems))
+
+
+def _check_stored(weight: Weight, tensors: dict[str, Stored], config: DeepseekConfig) -> None:
+    for name in weight.names:
+        tensor = tensors[name]
+        if tensor.shape != weight.shape:
+            raise CheckpointError(f"{name} has shape {tensor.shape}, must be {weight.shape}")
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{name} has dtype {tensor.dtype}, must be one of {', '.join(DTYPES)}")
+        if tensor.dtype == "F8_E4M3":
+            _check_scale(name, tensors, config.weight_block_size)
+
+
+def _check_scale(name: str, tensors: dict[str, Stored], block: tuple[int, int] | None) -> None:
+    if block is None:
+        raise CheckpointError(f"{name} is F8_E4M3, but config.json has no quantization_config with weight_block_size")
+    shape, scale = tensors[name].shape, tensors[name + SCALE]
+    if len(shape) != 2:
+        raise CheckpointError(f"{name} is F8_E4M3 with shape {shape}; only matrices can be")
+    blocks = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    if scale.shape != blocks:
+        raise CheckpointError(f"{name + SCALE} has shape {scale.shape}, must be {blocks}: one for each {block} block")
+    if scale.dtype != "F32":
+        raise CheckpointError(f"{name + SCALE} has dtype {scale.dtype}, must be F32")

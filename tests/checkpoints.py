@@ -1,0 +1,71 @@
+"""The fixtures, and a writer that makes variants of them: other names, shapes, types, shards, FP8 blocks."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from mla_attn.models.safetensors import list_tensors
+
+FIXTURES = Path(__file__).parent / "fixtures"
+V3 = FIXTURES / "deepseek-v3-tiny"
+V2 = FIXTURES / "deepseek-v2-lite-tiny"
+DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int8": "I8",
+}
+E4M3_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+
+
+def read_checkpoint(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """config.json and all tensors of a folder."""
+    tensors = {name: stored.read() for name, stored in list_tensors(folder).items()}
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+def write_checkpoint(folder: Path, config: dict, tensors: dict[str, np.ndarray], *, shards: int = 1) -> Path:
+    """Write a folder; with more than one shard, tensors go to them in turn and an index names them."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        write_file(folder / "model.safetensors", tensors)
+        return folder
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        names = list(tensors)[shard::shards]
+        write_file(folder / file, {name: tensors[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def write_file(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    header, position = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        span = [position, position + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": span}
+        position += tensor.nbytes
+    text = json.dumps(header).encode()
+    with open(file, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            f.write(np.ascontiguousarray(tensor).tobytes())
+
+
+def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 values and the float32 scale of each block, which multiplied give the weight back."""
+    blocks = tuple(-(-size // each) for size, each in zip(weight.shape, block, strict=True))
+    values, scales = np.empty(weight.shape, ml_dtypes.float8_e4m3fn), np.empty(blocks, np.float32)
+    for i, j in np.ndindex(*blocks):
+        part = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+        cells = weight[part].astype(np.float32)
+        scales[i, j] = np.abs(cells).max() / E4M3_MAX
+        values[part] = (cells / scales[i, j]).astype(ml_dtypes.float8_e4m3fn)
+    return values, scales

@@ -1,0 +1,127 @@
+import json
+
+import pytest
+from checkpoints import V2, V3
+
+from mla_attn.models import DeepseekConfig
+from mla_attn.models.rope import Yarn
+
+
+@pytest.fixture
+def v3():
+    return json.loads((V3 / "config.json").read_text())
+
+
+@pytest.fixture
+def v2():
+    return json.loads((V2 / "config.json").read_text())
+
+
+def test_fixtures_are_read(v3, v2):
+    config = DeepseekConfig.from_hf(v3)
+    assert (config.topk_method, config.scoring_func, config.norm_topk_prob) == ("noaux_tc", "sigmoid", True)
+    assert (config.n_group, config.topk_group, config.routed_scaling_factor) == (4, 2, 2.5)
+    assert config.yarn == Yarn(factor=16, original_max_position_embeddings=256, mscale=1, mscale_all_dim=1)
+    assert config.softmax_scale == pytest.approx(128**-0.5 * 1.277259**2)
+    assert config.eos_token_ids == (257,)
+    assert [config.is_moe(layer) for layer in range(4)] == [False, True, True, True]
+    plain = DeepseekConfig.from_hf(v2)
+    assert (plain.topk_method, plain.scoring_func, plain.norm_topk_prob) == ("greedy", "softmax", False)
+    assert (plain.q_lora_rank, plain.yarn, plain.num_nextn_predict_layers) == (None, None, 0)
+    assert plain.softmax_scale == pytest.approx(96**-0.5)
+    assert hash(config) != hash(plain)
+
+
+def test_deepseek_r1_softmax_scale(v3):
+    rope = v3["rope_scaling"] | {"factor": 40, "original_max_position_embeddings": 4096}
+    config = DeepseekConfig.from_hf(v3 | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_scaling": rope})
+    assert config.softmax_scale == pytest.approx(0.1352, abs=5e-5)
+
+
+def test_spellings_of_rope_agree(v3):
+    want = DeepseekConfig.from_hf(v3)
+    rope = dict(v3["rope_scaling"])
+    rope["rope_type"] = rope.pop("type")
+    assert DeepseekConfig.from_hf(v3 | {"rope_scaling": rope}) == want
+    assert DeepseekConfig.from_hf(v3 | {"rope_scaling": rope | {"type": "yarn"}}) == want
+    newer = {name: value for name, value in v3.items() if name not in ("rope_scaling", "rope_theta")}
+    parameters = rope | {"rope_theta": 12345.0}
+    config = DeepseekConfig.from_hf(newer | {"rope_parameters": parameters})
+    assert (config.rope_theta, config.yarn) == (12345.0, want.yarn)
+    plain = DeepseekConfig.from_hf(newer | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
+    assert (plain.rope_theta, plain.yarn) == (500.0, None)
+
+
+def test_keys_that_transformers_leaves_out(v3, v2):
+    for data in (v3, v2):
+        want = DeepseekConfig.from_hf(data)
+        for name in ("topk_method", "scoring_func", "moe_layer_freq", "hidden_act", "attention_bias"):
+            data.pop(name)
+        assert DeepseekConfig.from_hf(data) == want
+
+
+def test_variants_that_are_served(v3, v2):
+    kimi = DeepseekConfig.from_hf(v3 | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1})
+    assert kimi.topk_method == "noaux_tc"
+    grouped = v2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    assert DeepseekConfig.from_hf(grouped).topk_group == 2
+    assert DeepseekConfig.from_hf(v2 | {"n_group": None, "topk_group": None}) == DeepseekConfig.from_hf(v2)
+    dense = DeepseekConfig.from_hf(v2 | {"n_routed_experts": None})
+    assert not any(map(dense.is_moe, range(3)))
+    assert DeepseekConfig.from_hf(v2 | {"n_shared_experts": None}).n_shared_experts == 0
+    assert DeepseekConfig.from_hf(v2 | {"eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 64]}
+    assert DeepseekConfig.from_hf(v3 | {"quantization_config": fp8}).weight_block_size == (128, 64)
+
+
+YARN = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+REFUSED = [
+    ({"model_type": "llama"}, "model_type='llama'.*deepseek_v2, deepseek_v3, kimi_k2"),
+    ({"model_type": None}, "model_type=None"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
+    ({"attention_bias": True}, "attention_bias=True"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq="),
+    ({"rope_interleave": False}, "rope_interleave=False"),
+    ({"topk_method": "seq"}, "topk_method='seq'.*noaux_tc"),
+    ({"scoring_func": "softmax"}, "scoring_func='softmax'.*'sigmoid'"),
+    ({"scoring_func": "tanh"}, "scoring_func='tanh'"),
+    ({"n_group": 3}, "n_group=3 must divide n_routed_experts=8"),
+    ({"n_group": 8}, "n_group=8 leaves groups of one"),
+    ({"n_group": None}, "n_group=None"),
+    ({"topk_group": 5}, "topk_group=5"),
+    ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be 1 to 4"),
+    ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2"),
+    ({"hidden_size": "192"}, "hidden_size='192' must be an integer"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+    ({"num_attention_heads": True}, "num_attention_heads=True"),
+    ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling type='linear'.*default, yarn"),
+    ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "type='linear' and 'yarn'"),
+    ({"rope_scaling": YARN | {"factor": None}}, "factor=None"),
+    ({"rope_scaling": {"type": "yarn", "factor": 16.0}}, "original_max_position_embeddings=None"),
+    ({"rope_scaling": YARN | {"truncate": False}}, "truncate=False"),
+    ({"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2"),
+    ({"rope_scaling": YARN | {"short_factor": [1.0]}}, "short_factor"),
+    ({"rope_parameters": {"rope_type": "default"}}, "give one"),
+    ({"quantization_config": FP8 | {"quant_method": "awq"}}, "quant_method='awq'"),
+    ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt='e5m2'"),
+    ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size=None"),
+    ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme='static'"),
+]
+
+
+@pytest.mark.parametrize(("patch", "message"), REFUSED, ids=[str(patch)[1:60] for patch, _ in REFUSED])
+def test_what_is_not_served_is_refused(v3, patch, message):
+    with pytest.raises(ValueError, match=message):
+        DeepseekConfig.from_hf(v3 | patch)
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "q_lora_rank", "kv_lora_rank", "norm_topk_prob", "first_k_dense_replace", "n_group"]
+)
+def test_missing_keys_are_named(v3, name):
+    del v3[name]
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        DeepseekConfig.from_hf(v3)
