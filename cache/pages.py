@@ -38,7 +38,7 @@ class OutOfPages(RuntimeError):
 
 @dataclasses.dataclass
 class _Request:
-    row: np.ndarray  # i32[table_width]: its pages in order of position, zeros after them
+    row: np.ndarray  # i32[table_width]: its pages in order of position, -1 after them
     length: int  # tokens it has room for; its pages are row[: ceil(length / page_size)]
 
 
@@ -74,7 +74,7 @@ class PageAllocator:
         """
         self._check_new("request", request)
         self._check_tokens(num_tokens)
-        new = _Request(np.zeros(self.table_width, np.int32), 0)
+        new = _Request(np.full(self.table_width, -1, np.int32), 0)
         self._extend(new, num_tokens)
         self._requests[request] = new
 
@@ -129,7 +129,7 @@ class PageAllocator:
         self._check_new("child", child)
         self._check_tokens(num_tokens, most=found.length)
         full = int(num_tokens) // self.page_size
-        row = np.zeros_like(found.row)
+        row = np.full_like(found.row, -1)
         row[:full] = found.row[:full]
         self._holders[row[:full]] += 1
         self._requests[child] = _Request(row, full * self.page_size)
@@ -151,8 +151,8 @@ class PageAllocator:
     def table(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B W"]:
         """Page table of a batch: row b lists the pages of ``request_ids[b]`` in order of position.
 
-        Entries past a request's length, and rows past the requests up to ``batch`` (default: their number), are 0:
-        no op reads them, so that any value is legal there.
+        Entries past a request's length, and rows past the requests up to ``batch`` (default: their number), are -1. No
+        op reads them, and a row that would be written there (a draft past the room) is dropped by the builders.
 
         Returns:
             A new i32[batch, table_width].
@@ -163,8 +163,8 @@ class PageAllocator:
         rows = [self._find("request_ids", request).row for request in request_ids]
         if batch is not None:
             _check_integer("batch", batch, len(rows))
-        table = np.zeros((len(rows) if batch is None else batch, self.table_width), np.int32)
-        for out, row in zip(table, rows):
+        table = np.full((len(rows) if batch is None else batch, self.table_width), -1, np.int32)
+        for out, row in zip(table, rows, strict=False):  # rows of padding follow
             out[:] = row
         return table
 
@@ -202,7 +202,7 @@ class PageAllocator:
         self._holders[pages] -= 1  # no page is in a row twice, so none is missed
         for page in pages[self._holders[pages] == 0].tolist():
             heapq.heappush(self._free, page)
-        pages[:] = 0
+        pages[:] = -1
 
     def _find(self, name: str, request: Hashable) -> _Request:
         if request not in self._requests:
