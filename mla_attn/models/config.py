@@ -73,7 +73,7 @@ class DeepseekConfig:
             model_type=data["model_type"],
             **{name: _integer(data, name, least=1) for name in sizes},
             q_lora_rank=None if _given(data, "q_lora_rank") is None else _integer(data, "q_lora_rank", least=1),
-            rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_number({"rms_norm_eps": 1e-6, **data}, "rms_norm_eps"),
             rope_theta=theta,
             yarn=yarn,
             **_read_experts(data),
@@ -160,7 +160,7 @@ def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
         "topk_method": method,
         "scoring_func": data.get("scoring_func", scoring),
         "norm_topk_prob": bool(_given(data, "norm_topk_prob")),
-        "routed_scaling_factor": float(_given(data, "routed_scaling_factor")),
+        "routed_scaling_factor": _number(data, "routed_scaling_factor"),
     }
 
 
@@ -171,7 +171,7 @@ def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         raise ValueError("rope_scaling and rope_parameters are two spellings of one thing; give one")
     name = names[0] if names else "rope_scaling"
     rope = dict(data.get(name) or {})
-    theta = float(rope.pop("rope_theta", None) or data.get("rope_theta") or 10000.0)
+    theta = _number({"rope_theta": rope.pop("rope_theta", None) or data.get("rope_theta") or 10000.0}, "rope_theta")
     kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
     if kinds not in ({"default"}, {"yarn"}):
         raise ValueError(f"{name} type={' and '.join(sorted(map(repr, kinds)))} is not served; served: default, yarn")
@@ -184,10 +184,13 @@ def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         raise ValueError(f"{name} has keys that are not served: {', '.join(unknown)}; served: {', '.join(_YARN_KEYS)}")
     if kinds == {"default"}:
         return theta, None
+    rope = {key: value for key, value in rope.items() if value is not None}  # null is as good as absent
+    numbers = {key: _number(rope, key) for key in {*rope, "factor", "original_max_position_embeddings"}}
     for key in ("factor", "original_max_position_embeddings"):
-        if rope.get(key) is None or not rope[key] > 0:
-            raise ValueError(f"{name} {key}={rope.get(key)!r} must be a positive number for yarn")
-    return theta, Yarn(**{key: value for key, value in rope.items() if value is not None})
+        if not numbers[key] > 0:
+            raise ValueError(f"{name} {key}={numbers[key]!r} must be positive")
+    trained = int(numbers.pop("original_max_position_embeddings"))
+    return theta, Yarn(original_max_position_embeddings=trained, **numbers)
 
 
 def _read_block_size(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
@@ -215,3 +218,10 @@ def _integer(data: Mapping[str, Any], name: str, *, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
     return value
+
+
+def _number(data: Mapping[str, Any], name: str) -> float:
+    value = _given(data, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r} must be a number")
+    return float(value)

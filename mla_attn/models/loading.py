@@ -34,7 +34,7 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekFor
         dtype: bfloat16 or float32, of parameters and activations.
 
     Raises:
-        CheckpointError: missing or damaged files; missing, unexpected or misshapen tensors; a dtype that cannot be read.
+        CheckpointError: missing or damaged files; missing, unexpected or misshapen tensors; a dtype that is not read.
         ValueError: a ``config.json`` that asks for what is not served, or a wrong ``dtype``.
     """
     folder = Path(path)

@@ -1,8 +1,8 @@
 import json
 
 import pytest
-from checkpoints import V2, V3
 
+from checkpoints import V2, V3
 from mla_attn.models import DeepseekConfig
 from mla_attn.models.rope import Yarn
 
@@ -99,8 +99,11 @@ REFUSED = [
     ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling type='linear'.*default, yarn"),
     ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "type='linear' and 'yarn'"),
-    ({"rope_scaling": YARN | {"factor": None}}, "factor=None"),
-    ({"rope_scaling": {"type": "yarn", "factor": 16.0}}, "original_max_position_embeddings=None"),
+    ({"rope_scaling": YARN | {"factor": None}}, "factor is missing"),
+    ({"rope_scaling": {"type": "yarn", "factor": 16.0}}, "original_max_position_embeddings is missing"),
+    ({"rope_scaling": YARN | {"factor": -1}}, "factor=-1.0 must be positive"),
+    ({"rope_scaling": YARN | {"mscale": "1"}}, "mscale='1' must be a number"),
+    ({"routed_scaling_factor": None}, "routed_scaling_factor=None must be a number"),
     ({"rope_scaling": YARN | {"truncate": False}}, "truncate=False"),
     ({"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2"),
     ({"rope_scaling": YARN | {"short_factor": [1.0]}}, "short_factor"),

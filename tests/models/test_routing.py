@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import V2, V3
 from flax import nnx
 
+from checkpoints import V2, V3
 from mla_attn.models import DeepseekConfig
 from mla_attn.models.deepseek import MoE, Router
 

@@ -1,0 +1,246 @@
+"""Logits through the paged steps, in every mode, against what PyTorch and transformers compute (tests/fixtures)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from mla_attn.cache import LatentPool
+
+from checkpoints import V2, V3
+from mla_attn import metadata as build
+from mla_attn import steps
+from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
+
+TOLERANCE = 1e-3  # float32 against float32; a float64 model differs from the expected logits by 2.5e-4
+PAGE, WIDTH = 16, 20  # 320 tokens a request
+SHORT = 41
+
+
+@pytest.fixture(scope="module")
+def v3():
+    return load_checkpoint(V3, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def v2():
+    return load_checkpoint(V2, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module", params=[V3, V2], ids=["v3", "v2"])
+def fixture(request, v3, v2):
+    """A model and what is expected of it."""
+    return v3 if request.param == V3 else v2, np.load(request.param / "expected.npz")
+
+
+only_v3 = pytest.mark.parametrize("fixture", [V3], indirect=True, ids=["v3"])
+
+
+def poisoned_pool(model, batch):
+    """A pool of NaN, and a table of scattered pages in it: what is read before it is written shows."""
+    pages = batch * WIDTH + 3
+    pool = LatentPool.create(
+        num_layers=model.num_cache_layers,
+        num_pages=pages,
+        page_size=PAGE,
+        spec=model.attention_spec,
+        dtype=jnp.float32,
+    )
+    pool = dataclasses.replace(pool, data=jnp.full_like(pool.data, jnp.nan))
+    table = np.random.default_rng(0).permutation(pages)[: batch * WIDTH].reshape(batch, WIDTH)
+    return pool, jnp.asarray(table, jnp.int32)
+
+
+@nnx.jit(static_argnames="mode", donate_argnames="pool")
+def forward(model, tokens, pool, metadata, *, mode):
+    hidden, pool = model(tokens, pool, metadata, mode=mode)
+    return hidden, model.logits(hidden), pool
+
+
+@nnx.jit(static_argnames="mode", donate_argnames="pool")
+def draft(model, hidden, tokens, pool, metadata, *, mode):
+    hidden, pool = model.draft(hidden, tokens, pool, metadata, mode=mode)
+    return hidden, model.draft_logits(hidden), pool
+
+
+def lens(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def prefill_packed(model, expected, padding):
+    """All prompts in one call of packed rows, the rows left over filled with the tokens ``padding``."""
+    prompts = [expected[f"prompt_{i}"] for i in range(4)]
+    lengths = lens(*map(len, prompts))
+    tokens = jnp.asarray(np.concatenate([*prompts, padding]))
+    pool, table = poisoned_pool(model, 4)
+    metadata = build.for_extend(
+        table, lengths, lengths, max_q_len=max(map(len, prompts)), num_rows=len(tokens), page_size=PAGE
+    )
+    hidden, logits, _ = forward(model, tokens, pool, metadata, mode="prefill")
+    return hidden, logits
+
+
+@pytest.fixture(scope="module")
+def packed(fixture):
+    """Hidden states and logits of all prompts, and the row where each begins."""
+    model, expected = fixture
+    hidden, logits = prefill_packed(model, expected, np.zeros(5, np.int32))
+    return hidden, logits, np.cumsum([0] + [len(expected[f"prompt_{i}"]) for i in range(4)])
+
+
+def test_prefill_of_all_prompts_together(fixture, packed):
+    _, expected = fixture
+    hidden, logits, begins = packed
+    assert hidden.dtype == logits.dtype == jnp.float32
+    for i in range(4):
+        close(logits[begins[i] : begins[i + 1]], expected[f"logits_{i}"])
+
+
+@only_v3
+def test_padding_changes_no_bit(fixture, packed):
+    hidden, logits, begins = packed
+    other = prefill_packed(*fixture, np.array([-7, 10**6, 5, 5, -1], np.int32))
+    assert np.isfinite(hidden).all()
+    assert np.isfinite(other[0]).all()
+    np.testing.assert_array_equal(logits[: begins[-1]], other[1][: begins[-1]])
+
+
+@only_v3
+def test_draft_layer_of_all_prompts_together(fixture, packed):
+    model, expected = fixture
+    hidden, _, begins = packed
+    prompts = [expected[f"prompt_{i}"] for i in range(4)]
+    lengths = [len(prompt) - 1 for prompt in prompts]
+    count = sum(lengths)
+    inputs = np.full((count + 5, hidden.shape[1]), np.nan, np.float32)  # what a caller may leave in padding rows
+    inputs[:count] = np.concatenate([hidden[begins[i] : begins[i] + lengths[i]] for i in range(4)])
+    following = np.concatenate([*(prompt[1:] for prompt in prompts), np.array([0, -1, 10**6, 5, 5], np.int32)])
+    pool, table = poisoned_pool(model, 4)
+    metadata = build.for_extend(
+        table, lens(*lengths), lens(*lengths), max_q_len=max(lengths), num_rows=count + 5, page_size=PAGE
+    )
+    _, logits, _ = draft(model, jnp.asarray(inputs), jnp.asarray(following), pool, metadata, mode="prefill")
+    begins = np.cumsum([0, *lengths])
+    for i in range(3):  # the last prompt has one token, which leaves nothing to draft from
+        close(logits[begins[i] : begins[i + 1]], expected[f"mtp_logits_{i}"])
+
+
+def test_decode_token_by_token(fixture):
+    model, expected = fixture
+    prompt = expected["prompt_0"]
+    pool, table = poisoned_pool(model, 2)
+    for t, token in enumerate(prompt):
+        metadata = build.for_decode(table, lens(0, t + 1), page_size=PAGE)  # request 0 is padding
+        hidden, logits, pool = forward(model, lens(-1, token), pool, metadata, mode="decode")
+        assert np.isfinite(hidden).all()
+        close(logits[1], expected["logits_0"][t])
+
+
+@only_v3
+def test_drafting_token_by_token(fixture, packed):
+    model, expected = fixture
+    prompt, hidden = expected["prompt_0"], packed[0]
+    pool, table = poisoned_pool(model, 1)
+    for t in range(SHORT - 1):
+        metadata = build.for_draft_decode(table, lens(0), t, page_size=PAGE)
+        _, logits, pool = draft(model, hidden[t : t + 1], lens(prompt[t + 1]), pool, metadata, mode="draft_decode")
+        close(logits[0], expected["mtp_logits_0"][t])
+
+
+# The last two are one computation under two names, so one model for each is enough.
+@pytest.mark.parametrize(
+    ("fixture", "mode"),
+    [(V3, "extend"), (V2, "extend"), (V3, "target_verify"), (V2, "draft_extend")],
+    indirect=["fixture"],
+    ids=["v3-extend", "v2-extend", "v3-target_verify", "v2-draft_extend"],
+)
+def test_continuing_a_cached_prefix(fixture, mode):
+    """Two requests with the same tokens, cut at different places: 20 + 21 and 33 + 8."""
+    model, expected = fixture
+    prompt, want, cuts = expected["prompt_0"], expected["logits_0"], (20, 33)
+    pool, table = poisoned_pool(model, 2)
+    longest, rest = max(cuts), [SHORT - cut for cut in cuts]
+
+    def dense(parts, rows):  # a block of `rows` rows per request
+        block = np.zeros((2, rows), np.int32)
+        for b, part in enumerate(parts):
+            block[b, : len(part)] = part
+        return jnp.asarray(block.reshape(-1))
+
+    metadata = build.for_extend(table, lens(*cuts), lens(*cuts), max_q_len=longest, page_size=PAGE)
+    _, _, pool = forward(model, dense([prompt[:cut] for cut in cuts], longest), pool, metadata, mode="prefill")
+    rows = max(rest)
+    if mode == "target_verify":
+        metadata = build.for_target_verify(table, lens(*cuts), num_tokens=rows, q_lens=lens(*rest), page_size=PAGE)
+    else:
+        builder = build.for_extend if mode == "extend" else build.for_draft_extend
+        metadata = builder(table, lens(SHORT, SHORT), lens(*rest), max_q_len=rows, page_size=PAGE)
+    _, logits, pool = forward(model, dense([prompt[cut:] for cut in cuts], rows), pool, metadata, mode=mode)
+    for b, cut in enumerate(cuts):
+        close(logits.reshape(2, rows, -1)[b, : SHORT - cut], want[cut:])
+
+
+def test_each_mode_runs_through_its_own_step(v3, monkeypatch):
+    """Absorbed modes hand latent queries to the step, the others queries as wide as the heads."""
+    calls = []
+    for name in ("prefill", "extend", "decode", "target_verify", "draft_extend", "draft_decode"):
+        real = getattr(steps, name)
+
+        def watched(*args, name=name, step=real, **kwargs):
+            calls.append((name, args[0].shape[-1], kwargs["layer"], kwargs["implementation"]))
+            return step(*args, **kwargs)
+
+        monkeypatch.setattr(steps, name, watched)
+        pool, table = poisoned_pool(v3, 1)
+        metadata = build.for_extend(table, lens(1), lens(1), max_q_len=1, page_size=PAGE)
+
+        def both(pool, metadata, name=name):
+            hidden, pool = v3(lens(5), pool, metadata, mode=name, implementation="xla")
+            return v3.draft(hidden, lens(6), pool, metadata, mode=name, implementation="xla")
+
+        jax.eval_shape(both, pool, metadata)
+        width = 128 if name in ("prefill", "extend") else 512
+        assert calls == [(name, width, layer, "xla") for layer in range(4)]
+        calls.clear()
+
+
+def test_bfloat16_is_near():
+    expected = np.load(V3 / "expected.npz")
+    model = load_checkpoint(V3, dtype=jnp.bfloat16)
+    prompt = jnp.asarray(expected["prompt_0"])
+    pool, table = poisoned_pool(model, 1)
+    pool = dataclasses.replace(pool, data=pool.data.astype(jnp.bfloat16))
+    metadata = build.for_extend(table, lens(SHORT), lens(SHORT), max_q_len=SHORT, page_size=PAGE)
+    hidden, logits, _ = forward(model, prompt, pool, metadata, mode="prefill")
+    assert hidden.dtype == jnp.bfloat16
+    assert logits.dtype == jnp.float32
+    error = np.abs(np.asarray(logits) - expected["logits_0"])
+    assert error.max() > TOLERANCE  # it is not float32 by another name
+    assert np.median(error) < 0.05
+    assert (np.asarray(logits).argmax(-1) == expected["logits_0"].argmax(-1)).mean() > 0.9
+
+
+def test_a_model_is_made_without_a_checkpoint(v3, unchecked):
+    config = dataclasses.replace(v3.config, num_hidden_layers=1, num_nextn_predict_layers=0)
+    model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    assert model.num_cache_layers == 1
+    assert v3.num_cache_layers == 4
+    assert (v3.attention_spec.num_heads, v3.attention_spec.latent_dim) == (4, 576)
+    assert v3.attention_spec.scale == v3.config.softmax_scale
+    assert isinstance(model.config, DeepseekConfig)
+    assert "embed_tokens" in dict(nnx.to_pure_dict(nnx.state(model)))
+    with pytest.raises(ValueError, match="num_nextn_predict_layers=0"):
+        model.draft(jnp.zeros((1, 192)), lens(1), None, None, mode="decode")
+    with pytest.raises(ValueError, match="num_nextn_predict_layers=0"):
+        model.draft_logits(jnp.zeros((1, 192)))
+
+
+def test_unknown_mode(v3, unchecked):
+    with pytest.raises(ValueError, match="mode='verify' must be one of prefill, extend, decode, target_verify"):
+        v3(lens(1), None, None, mode="verify")
