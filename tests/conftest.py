@@ -8,7 +8,7 @@ import pytest
 
 import source_tree
 
-pytest.register_assert_rewrite("helpers", "checkpoints")
+pytest.register_assert_rewrite("checkpoints", "helpers", "oracle")
 SHAPES_CHECKED = source_tree.install()
 
 
