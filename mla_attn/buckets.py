@@ -1,0 +1,193 @@
+"""Programs compiled ahead of time over a ladder of shapes, chosen and padded per call: what CUDA graphs are elsewhere.
+
+A step function takes ``(state, pool, inputs)`` and returns ``(outputs, pool)``, where ``inputs`` is a pytree of arrays that
+means nothing where it is zero: lengths 0 mark padding requests, which write nothing and read nothing. ``Buckets`` compiles
+it for each rung of a ladder of input shapes before the first request comes, then picks the smallest rung that holds a
+call and pads its inputs with zeros.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm.auto import tqdm
+
+logger = logging.getLogger(__name__)
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def ladder(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
+    """Powers of two from ``smallest`` up to the first that holds ``largest``: (1, 2, 4, 8, ...)."""
+    if not 1 <= smallest <= max(largest, smallest):
+        raise ValueError(f"smallest={smallest} and largest={largest} must be at least 1")
+    sizes = [1 << (smallest - 1).bit_length()]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+
+def rung(size: int, rungs: Sequence[int]) -> int:
+    """The smallest of ``rungs`` that holds ``size``."""
+    fitting = [r for r in rungs if r >= size]
+    if not fitting:
+        raise ValueError(f"size={size} must be at most {max(rungs)}, the largest rung")
+    return min(fitting)
+
+
+class Buckets:
+    """One step function over a ladder of input shapes.
+
+    Args:
+        name: shown in progress, warnings and profiles.
+        fn: ``fn(state, pool, inputs) -> (outputs, pool)``, jittable; the pool is donated.
+        rungs: input pytrees of ``jax.ShapeDtypeStruct``, all of one structure, cheapest first.
+
+    Attributes:
+        compiles: programs compiled so far.
+        cold_compiles: those compiled by a call rather than by ``warm_up``; each is logged as a warning.
+        compile_seconds: time spent on them.
+    """
+
+    def __init__(self, name: str, fn: Callable[..., tuple[Any, Any]], rungs: Iterable[Any]):
+        self.name = name
+        self._jitted = jax.jit(_named(fn, name), donate_argnums=1)
+        self._rungs = list(rungs)
+        if not self._rungs:
+            raise ValueError(f"rungs of {name!r} is empty, must hold at least one input shape")
+        self._structure = jax.tree.structure(self._rungs[0])
+        self._shapes = [tuple(leaf.shape for leaf in jax.tree.leaves(r)) for r in self._rungs]
+        self._dtypes = [leaf.dtype for leaf in jax.tree.leaves(self._rungs[0])]
+        self._programs: dict[int, Any] = {}
+        self._choices: dict[tuple[tuple[int, ...], ...], int] = {}
+        self.cold_compiles = 0
+        self.compile_seconds = 0.0
+
+    @property
+    def compiles(self) -> int:
+        return len(self._programs)
+
+    @property
+    def pending(self) -> int:
+        """Rungs not compiled yet."""
+        return len(self._rungs) - len(self._programs)
+
+    def warm_up(self, state: Any, pool: Any) -> Iterable[str]:
+        """Compile every rung for arguments like these; yields a label before each, for a progress bar."""
+        for index in range(len(self._rungs)):
+            if index not in self._programs:
+                yield f"{self.name} {self._label(index)}"
+                self._compile(index, state, pool)
+
+    def __call__(self, state: Any, pool: Any, inputs: Any) -> tuple[Any, Any]:
+        """Run on the smallest rung that holds ``inputs``.
+
+        Host arrays (NumPy) are padded with zeros to the rung; device arrays must already have its shapes, so that state
+        that stays on the device is never copied. Outputs have the rung's shapes.
+
+        Raises:
+            ValueError: no rung holds the inputs, their structure is another, or a device array is not of the rung's
+                shape.
+        """
+        leaves, structure = jax.tree.flatten(inputs)
+        if structure != self._structure:
+            raise ValueError(f"inputs of {self.name!r} have structure {structure}, must be {self._structure}")
+        index = self._choose(tuple(np.shape(leaf) for leaf in leaves))
+        padded = [
+            _pad(self.name, leaf, shape, dtype)
+            for leaf, shape, dtype in zip(leaves, self._shapes[index], self._dtypes, strict=True)
+        ]
+        program = self._programs.get(index)
+        if program is None:
+            logger.warning("%s %s: compiled by a call; warm_up() would have done it before", self.name, self._label(index))
+            self.cold_compiles += 1
+            program = self._compile(index, state, pool)
+        return program(state, pool, jax.tree.unflatten(structure, padded))
+
+    def _choose(self, shapes: tuple[tuple[int, ...], ...]) -> int:
+        index = self._choices.get(shapes)
+        if index is None:
+            index = next((i for i, rung in enumerate(self._shapes) if _holds(rung, shapes)), None)
+            if index is None:
+                raise ValueError(f"inputs of {self.name!r} have shapes {shapes}, must fit one of {self._shapes}")
+            self._choices[shapes] = index
+        return index
+
+    def _compile(self, index: int, state: Any, pool: Any):
+        begin = time.perf_counter()
+        program = self._jitted.lower(_abstract(state), _abstract(pool), self._rungs[index]).compile()
+        self.compile_seconds += time.perf_counter() - begin
+        self._programs[index] = program
+        return program
+
+    def _label(self, index: int) -> str:
+        return "x".join(str(n) for n in dict.fromkeys(n for shape in self._shapes[index] for n in shape))
+
+
+def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool = True) -> float:
+    """Compile every rung of ``buckets`` with a progress bar; returns the seconds it took."""
+    buckets = list(buckets)
+    begin = time.perf_counter()
+    with tqdm(total=sum(b.pending for b in buckets), desc="compiling", disable=not progress, leave=False) as bar:
+        for b in buckets:
+            for count, label in enumerate(b.warm_up(state, pool)):
+                bar.update(count > 0)
+                bar.set_postfix_str(label)
+            bar.update(bar.total is not None and bar.n < bar.total)
+    return time.perf_counter() - begin
+
+
+@dataclasses.dataclass
+class _Counter:
+    installed: bool = False
+    count: int = 0
+
+    def __call__(self, event: str, duration: float, **_: Any) -> None:
+        self.count += event == _COMPILE_EVENT
+
+
+_counter = _Counter()
+
+
+def backend_compiles() -> int:
+    """Programs XLA has compiled in this process since this function was first called, by whomever."""
+    if not _counter.installed:
+        jax.monitoring.register_event_duration_secs_listener(_counter)
+        _counter.installed = True
+    return _counter.count
+
+
+def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def step(state, pool, inputs):
+        return fn(state, pool, inputs)
+
+    step.__name__ = step.__qualname__ = name
+    return step
+
+
+def _holds(rung: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ...]) -> bool:
+    return all(
+        len(big) == len(small) and all(b >= s for b, s in zip(big, small, strict=True))
+        for big, small in zip(rung, shapes, strict=True)
+    )
+
+
+def _pad(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        if leaf.shape != shape:
+            raise ValueError(f"an input of {name!r} is a device array of shape {leaf.shape}, must be {shape}")
+        return leaf
+    array = np.asarray(leaf, dtype)
+    if array.shape == shape:
+        return array
+    padded = np.zeros(shape, dtype)
+    padded[tuple(slice(n) for n in array.shape)] = array
+    return padded
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
