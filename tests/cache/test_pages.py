@@ -192,7 +192,7 @@ def test_table_has_a_static_width_and_tails_no_page_has():
     table = pages.table(["c", "a", "b"], batch=4)
     assert table.dtype == np.int32
     assert table.tolist() == [[2, 3, 4], [0, 1, -1], [-1, -1, -1], [-1, -1, -1]]
-    table[:] = 99  # the caller's own copy
+    pages.table(["a"])[:] = 99  # the caller's own copy
     assert pages.table(["a"]).tolist() == [[0, 1, -1]]
     assert pages.table([], batch=2).tolist() == [[-1, -1, -1]] * 2
     assert pages.table([]).shape == (0, 3)

@@ -1,0 +1,193 @@
+"""Command line: ``mla-attn generate | demo | supports``."""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+from mla_attn.dispatch import NAMES
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 for a call that cannot be served."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        print(f"mla-attn: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mla-attn", description="Paged multi-head latent attention in JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="generate text from a DeepSeek checkpoint")
+    generate.add_argument("checkpoint", metavar="CHECKPOINT", help="folder with config.json and safetensors")
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="a prompt as text")
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="a prompt as comma-separated token ids")
+    prompt.add_argument(
+        "--prompts-file", metavar="F", help="a prompt a line, text or comma-separated ids; all run as one batch"
+    )
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens per prompt (default 64)")
+    generate.add_argument(
+        "--speculate", type=int, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)"
+    )
+    generate.add_argument("--page-size", type=int, default=64, metavar="P", help="tokens per cache page (default 64)")
+    generate.add_argument(
+        "--prefill-chunk", type=int, metavar="C", help="prompt tokens per request and pass (default: whole prompts)"
+    )
+    generate.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of everything (default bfloat16)"
+    )
+    generate.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    generate.add_argument("--implementation", choices=NAMES, help="of the attention ops (default: the best there is)")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser("demo", help="generate plain, then speculatively, and compare")
+    demo.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint with an MTP layer")
+    demo.set_defaults(run=_demo)
+
+    supports = commands.add_parser("supports", help="print which implementation serves which call")
+    supports.set_defaults(run=_supports)
+    return parser
+
+
+def _generate(options: argparse.Namespace) -> int:
+    import jax.numpy as jnp
+
+    from mla_attn.generation import generate
+    from mla_attn.models import load_checkpoint
+    from mla_attn.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(options.checkpoint)
+    prompts = _prompts(options, tokenizer)
+    model = load_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype))
+    stream = None if options.json or len(prompts) > 1 else _streamer(tokenizer)
+    result = generate(
+        model,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        num_drafts=options.speculate,
+        page_size=options.page_size,
+        prefill_chunk=options.prefill_chunk,
+        stop_tokens=() if options.ignore_eos else model.config.eos_token_ids,
+        implementation=options.implementation,
+        on_tokens=stream,
+        progress=sys.stderr.isatty(),
+    )
+    statistics = dataclasses.asdict(result.statistics)
+    texts = [tokenizer.decode(tokens) for tokens in result.tokens]
+    if options.json:
+        requests = [
+            {"prompt_ids": prompt, "tokens": tokens, "text": text}
+            for prompt, tokens, text in zip(prompts, result.tokens, texts, strict=True)
+        ]
+        print(json.dumps({"requests": requests, "stats": statistics}))
+        return 0
+    if stream is None:
+        for number, text in enumerate(texts):
+            print(f"[{number}] {text}")
+    else:
+        print()
+    print(_summary(result.statistics), file=sys.stderr)
+    return 0
+
+
+def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
+    if options.prompt is not None:
+        return [tokenizer.encode(options.prompt)]
+    if options.prompt_ids is not None:
+        if not _is_ids(options.prompt_ids):
+            raise ValueError(f"--prompt-ids {options.prompt_ids!r} must be comma-separated token ids, as 1,2,3")
+        return [_ids(options.prompt_ids)]
+    with open(options.prompts_file, encoding="utf-8") as file:
+        lines = [line for line in file.read().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"--prompts-file {options.prompts_file!r} holds no prompt, must hold one a line")
+    return [_ids(line) if _is_ids(line) else tokenizer.encode(line) for line in lines]
+
+
+def _is_ids(text: str) -> bool:
+    return re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) is not None
+
+
+def _ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _streamer(tokenizer, *, request: int = 0):
+    """Prints one request's text as it comes."""
+    decode = tokenizer.stream()
+
+    def show(index: int, tokens: list[int]) -> None:
+        if index == request:
+            print(decode(tokens), end="", flush=True)
+
+    return show
+
+
+def _summary(statistics) -> str:
+    s = statistics
+    length = "" if s.acceptance_length is None else f", acceptance length {s.acceptance_length:.2f}"
+    return (
+        f"{s.new_tokens} tokens in {s.prefill_seconds + s.decode_seconds:.2f} s ({s.tokens_per_second:.0f} tokens/s), "
+        f"{s.target_steps} target steps{length}; compiling took {s.warm_up_seconds:.1f} s before"
+    )
+
+
+_DEMO_PROMPTS = ("This program is free software", "Permission is hereby granted", "There is NO WARRANTY")
+_DEMO_DRAFTS = 3
+
+
+def _demo(options: argparse.Namespace) -> int:
+    import jax
+    import jax.numpy as jnp
+
+    from mla_attn.generation import generate
+    from mla_attn.models import load_checkpoint
+    from mla_attn.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(options.checkpoint)
+    model = load_checkpoint(options.checkpoint, dtype=jnp.float32)
+    begin = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
+    prompts = [begin + tokenizer.encode(text) for text in _DEMO_PROMPTS]
+    print(f"{options.checkpoint}: {model.config.num_hidden_layers} layers, float32, on {jax.devices()[0].device_kind}")
+    results = {}
+    for title, drafts in (("plain", 0), (f"speculative, K = {_DEMO_DRAFTS}", _DEMO_DRAFTS)):
+        print(f"\n{title}: {len(prompts)} prompts as one batch (the programs compile first)")
+
+        def show(index, tokens, stream=_streamer(tokenizer)):
+            if index == 0 and not started:
+                started.append(print(f"  [0] {_DEMO_PROMPTS[0]}", end=""))
+            stream(index, tokens)
+
+        started: list[None] = []
+        result = generate(
+            model, prompts, max_new_tokens=96, num_drafts=drafts, on_tokens=show, progress=sys.stderr.isatty()
+        )
+        for number, tokens in enumerate(result.tokens):
+            if number:
+                print(f"\n  [{number}] {_DEMO_PROMPTS[number]}{tokenizer.decode(tokens)}", end="")
+        print(f"\n{_summary(result.statistics)}")
+        results[title] = result
+    plain, speculative = results.values()
+    same = plain.tokens == speculative.tokens
+    print(f"\nsame tokens from both: {'yes' if same else 'NO'}")
+    print(f"target steps: {plain.statistics.target_steps} plain, {speculative.statistics.target_steps} speculative")
+    return 0 if same else 1
+
+
+def _supports(options: argparse.Namespace) -> int:
+    from mla_attn.support import support_table
+
+    print(support_table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
