@@ -53,6 +53,7 @@ def write_file(file: Path, tensors: dict[str, np.ndarray]) -> None:
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": span}
         position += tensor.nbytes
     text = json.dumps(header).encode()
+    text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)  # aligned data could be used where they lie in the file
     with open(file, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
