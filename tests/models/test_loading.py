@@ -270,6 +270,10 @@ def edit_header(file, change):
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+def first_norm(header):
+    return header["model.layers.0.input_layernorm.weight"]["data_offsets"]
+
+
 def swap_offsets(header):
     header["lm_head.weight"]["data_offsets"], header["model.norm.weight"]["data_offsets"] = (
         header["model.norm.weight"]["data_offsets"],
@@ -301,6 +305,12 @@ DAMAGED = {
     "bytes that do not fit the shape": (
         lambda c: edit_header(c / "model.safetensors", lambda h: h["lm_head.weight"]["shape"].append(2)),
         r"is corrupt: lm_head.weight BF16 \(258, 192, 2\) has 99072 bytes",
+    ),
+    "shared bytes": (
+        lambda c: edit_header(
+            c / "model.safetensors", lambda h: h["model.norm.weight"].update(data_offsets=first_norm(h))
+        ),
+        r"is corrupt: .* has 384 bytes",
     ),
     "swapped offsets": (lambda c: edit_header(c / "model.safetensors", swap_offsets), "is corrupt: .* has"),
 }  # fmt: skip
