@@ -47,7 +47,7 @@ def read_latent(
     Slots past the table's end repeat its last entry; rows past a request's length hold whatever the page holds. The
     caller masks both by length.
     """
-    slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+    slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     rows = pool.data[gather_index(pool, page_table, slots, layer)]
     return rows[..., : pool.kv_lora_rank], rows[..., pool.kv_lora_rank :]
 

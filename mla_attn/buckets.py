@@ -103,7 +103,9 @@ class Buckets:
         ]
         program = self._programs.get(index)
         if program is None:
-            logger.warning("%s %s: compiled by a call; warm_up() would have done it before", self.name, self._label(index))
+            logger.warning(
+                "%s %s: compiled by a call; warm_up() would have done it before", self.name, self._label(index)
+            )
             self.cold_compiles += 1
             program = self._compile(index, state, pool)
         return program(state, pool, jax.tree.unflatten(structure, padded))

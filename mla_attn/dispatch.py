@@ -47,7 +47,9 @@ def choose(op: str, call: Any, implementations: tuple[Implementation, ...], name
     else:
         candidates = [i for i in implementations if i.name == name]
         if not candidates:
-            raise NotImplementedError(f"{op} has no {name!r} implementation; {source} may be {_listed(implementations)}")
+            raise NotImplementedError(
+                f"{op} has no {name!r} implementation; {source} may be {_listed(implementations)}"
+            )
     reasons = []
     for candidate in candidates:
         reason = candidate.supports(call)

@@ -91,7 +91,9 @@ def generate(
     """
     _check(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk)
     backend_compiles()
-    run = _Run(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk, stop_tokens, implementation, on_tokens)
+    run = _Run(
+        model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk, stop_tokens, implementation, on_tokens
+    )
     warm_up_seconds = warm_up(run.passes.buckets, run.passes.state, run.pool, progress=progress)
     compiled = backend_compiles()
 
@@ -122,7 +124,16 @@ class _Run:
     """State of one generation."""
 
     def __init__(
-        self, model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk, stop_tokens, implementation, on_tokens
+        self,
+        model,
+        prompts,
+        max_new_tokens,
+        num_drafts,
+        page_size,
+        prefill_chunk,
+        stop_tokens,
+        implementation,
+        on_tokens,
     ):
         self.prompts = [np.asarray(p, np.int32) for p in prompts]
         self.max_new_tokens, self.num_drafts = max_new_tokens, num_drafts
@@ -185,9 +196,7 @@ class _Run:
             sampled.append(out["tokens"])
             if self.num_drafts:
                 following = [p[n - len(part) + 1 : n + 1] for p, part, n in zip(self.prompts, parts, done, strict=True)]
-                shifted = [
-                    np.append(f, [-1] * (len(part) - len(f))) for f, part in zip(following, parts, strict=True)
-                ]
+                shifted = [np.append(f, [-1] * (len(part) - len(f))) for f, part in zip(following, parts, strict=True)]
                 drafted.append(
                     self._step(
                         self.passes.draft_prefill,

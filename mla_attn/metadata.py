@@ -83,9 +83,7 @@ def for_decode(
     """
     q_lens = (seq_lens > 0).astype(jnp.int32)
     starts = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
-    return _build(
-        page_table, starts, q_lens, seq_lens - q_lens, seq_lens.shape[0], 1, page_size, max_len, page_map
-    )
+    return _build(page_table, starts, q_lens, seq_lens - q_lens, seq_lens.shape[0], 1, page_size, max_len, page_map)
 
 
 def for_target_verify(
@@ -326,28 +324,30 @@ def check_metadata(metadata: AttentionMetadata, *, num_pages: int, page_size: in
         num_pages: pages N of a layer.
         page_size: tokens per page P.
     """
-    m = metadata
-    xp = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(m)) else np
+    xp = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metadata)) else np
+    m = jax.tree.map(xp.asarray, metadata)
     rows, width = m.slots.shape[0], m.page_table.shape[1]
-    ends = xp.asarray(m.q_starts) + xp.asarray(m.q_lens)
-    used = xp.asarray(m.q_lens) > 0
-    starts = xp.where(used, m.q_starts, ends)
+    used, ends = m.q_lens > 0, m.q_starts + m.q_lens
     # The end of the nearest earlier request that has rows: ranges are ascending when none starts before it.
     reach = xp.concatenate([xp.zeros(1, xp.int32), _running_max(xp, xp.where(used, ends, 0))[:-1]])
-    held = -(-(xp.asarray(m.kv_lens) - m.kv_offsets) // m.kv_stride)  # table slots in use
-    columns = xp.arange(width) * page_size < held[:, None]
-    table = xp.asarray(m.page_table)
-    slots = xp.asarray(m.slots)
-    taken = xp.sort(xp.where(slots < 0, -1 - xp.arange(rows), slots))
+    held = -(-(m.kv_lens - m.kv_offsets) // m.kv_stride)  # table slots in use
+    columns = xp.arange(width)[None] * page_size < held[:, None]
+    taken = xp.sort(xp.where(m.slots < 0, -1 - xp.arange(rows), m.slots))
+    again = xp.concatenate([xp.zeros(min(rows, 1), bool), (taken[1:] == taken[:-1]) & (taken[1:] >= 0)])
     for field, values, wrong, allowed in (
         ("q_lens", m.q_lens, (m.q_lens < 0) | (m.q_lens > m.max_q_len), f"must be 0 to max_q_len={m.max_q_len}"),
-        ("q_starts", m.q_starts, used & ((starts < 0) | (ends > rows)), f"rows must lie in 0 to T={rows}"),
-        ("q_starts", m.q_starts, used & (starts < reach), "row ranges must be disjoint and ascending"),
+        ("q_starts", m.q_starts, used & ((m.q_starts < 0) | (ends > rows)), f"rows must lie in 0 to T={rows}"),
+        ("q_starts", m.q_starts, used & (m.q_starts < reach), "row ranges must be disjoint and ascending"),
         ("kv_lens", m.kv_lens, m.kv_lens < m.q_lens, "must be at least q_lens"),
         ("kv_lens", m.kv_lens, held > width * page_size, f"needs more table slots than W * P = {width * page_size}"),
-        ("page_table", table, columns & ((table < 0) | (table >= num_pages)), f"must be 0 to N - 1 = {num_pages - 1}"),
-        ("slots", slots, slots >= num_pages * page_size, f"must be below N * P = {num_pages * page_size}"),
-        ("slots", taken, xp.concatenate([xp.zeros(min(rows, 1), bool), taken[1:] == taken[:-1]]), "written twice"),
+        (
+            "page_table",
+            m.page_table,
+            columns & ((m.page_table < 0) | (m.page_table >= num_pages)),
+            f"must be 0 to N - 1 = {num_pages - 1}",
+        ),
+        ("slots", m.slots, m.slots >= num_pages * page_size, f"must be below N * P = {num_pages * page_size}"),
+        ("slots", taken, again, "written twice"),
     ):
         _require(xp, field, values, wrong, allowed)
 

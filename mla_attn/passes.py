@@ -63,7 +63,9 @@ class Passes:
             self.draft_prefill = Buckets("draft_prefill", self._draft_prefill, self._prompt_rungs(drafting=True))
             self.target_verify = Buckets("target_verify", self._target_verify, self._rungs(tokens=(), drafts=(k,)))
             self.draft_extend = Buckets(
-                "draft_extend", self._draft_extend, self._rungs(emitted=(k + 1,), num_emitted=(), hidden=(k + 1, *hidden))
+                "draft_extend",
+                self._draft_extend,
+                self._rungs(emitted=(k + 1,), num_emitted=(), hidden=(k + 1, *hidden)),
             )
             self.draft_decode = Buckets(
                 "draft_decode", self._draft_decode, self._rungs(drafts=(k,), step=None, hidden=hidden)
@@ -154,9 +156,7 @@ class Passes:
 
     def _prompt_metadata(self, x: Arrays) -> md.AttentionMetadata:
         rows = x["tokens" if "tokens" in x else "next_tokens"].shape[0]
-        return md.for_extend(
-            x["page_table"], x["seq_lens"], x["q_lens"], max_q_len=rows, num_rows=rows, **self._sizes
-        )
+        return md.for_extend(x["page_table"], x["seq_lens"], x["q_lens"], max_q_len=rows, num_rows=rows, **self._sizes)
 
     def _rungs(self, **per_request: tuple[int, ...] | None) -> list[Arrays]:
         """Input shapes for each batch: what every pass takes, and arrays [B, ...] (None: a scalar) of its own."""

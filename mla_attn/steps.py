@@ -24,6 +24,7 @@ from mla_attn.specs import MLASpec
 
 PREFIX_CHUNK = 1024
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryScaling:
     """Queries scaled by their position, as Llama 4 does to sharpen attention over long contexts.
@@ -104,7 +105,8 @@ draft_decode = _absorbed_step("draft_decode", "One step of drafting; metadata fr
 def _scaled(q, metadata, query_scaling):
     if query_scaling is None:
         return q
-    return (q * query_scaling.factors(metadata.positions)[:, None, None]).astype(q.dtype)
+    factors = query_scaling.factors(metadata.positions)[:, None, None]
+    return (q.astype(jnp.float32) * factors).astype(q.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="pool")

@@ -28,19 +28,22 @@ class MLACall:
     causal: bool = True
     tree: bool = False
     batch_invariant: bool = False
+    platform: str = "cpu"
 
 
-def _portable(call: MLACall) -> str | None:
-    if call.tree:
-        return "tree_mask is not served"
-    if call.batch_invariant:
-        return "batch_invariant=True is not served"
+def _xla_supports(call: MLACall) -> str | None:
+    if call.batch_invariant and call.platform != "cpu":
+        return f"batch_invariant=True is promised on cpu only, not on {call.platform}"
     return None
 
 
+def _reference_supports(call: MLACall) -> str | None:
+    return "batch_invariant=True is not promised: it is the specification of values" if call.batch_invariant else None
+
+
 IMPLEMENTATIONS = (
-    Implementation("xla", _portable, xla_mla),
-    Implementation("reference", _portable, reference_mla),
+    Implementation("xla", _xla_supports, xla_mla),
+    Implementation("reference", _reference_supports, reference_mla),
 )
 
 
@@ -74,11 +77,14 @@ def mla_attention(
         spec: heads, dims and scale.
         layer: layer of the pool, a Python int or an int32 scalar.
         causal: False lets every row of a request see all its ``kv_len`` keys.
-        tree_mask: which tokens of this call each row may see, for draft trees.
+        tree_mask: bool [B, S, M >= S], which of the last keys each row may see besides being causal, for draft trees:
+            row j sees the key at ``p`` if ``tree_mask[b, j, c]`` for ``c = p - (kv_len - q_len) + M - S``; keys with
+            ``c < 0`` are visible. M = S covers the tokens of this call, M > S those of earlier draft steps too.
         return_lse: also return the log-sum-exp.
         out_dtype: dtype of ``out``; that of ``q_latent`` if None.
         implementation: "xla" or "reference"; None picks.
-        batch_invariant: bits of a row independent of its batch.
+        batch_invariant: the bits of a row depend on its query, its visible keys and static arguments alone, not on its
+            batch, bucket or mode: a decode row equals the same row of a verify call.
 
     Returns:
         ``out`` [T, H, R]; with ``return_lse`` also ``lse`` float32 [T, H], the natural log of the sum of exp(score). A
@@ -97,10 +103,21 @@ def mla_attention(
         causal=causal,
         tree=tree_mask is not None,
         batch_invariant=batch_invariant,
+        platform=jax.default_backend(),
     )
     chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
     with jax.named_scope(f"mla_attention_{chosen.name}"):
-        out, lse = chosen.run(q_latent, q_rope, pool, metadata, spec, layer=jnp.asarray(layer, jnp.int32), causal=causal)
+        out, lse = chosen.run(
+            q_latent,
+            q_rope,
+            pool,
+            metadata,
+            spec,
+            layer=jnp.asarray(layer, jnp.int32),
+            causal=causal,
+            tree_mask=tree_mask,
+            batch_invariant=batch_invariant,
+        )
     out = out.astype(q_latent.dtype if out_dtype is None else out_dtype)
     return (out, lse) if return_lse else out
 
@@ -133,10 +150,13 @@ def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
     if spec.window is not None and not causal:
         raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
     if tree_mask is not None:
+        if tree_mask.ndim != 3:
+            raise ValueError(f"tree_mask has shape {tree_mask.shape}, must be [B, S, M]")
         if spec.window is not None:
             raise NotImplementedError(f"tree_mask with window={spec.window} is not served")
-        if tree_mask.dtype != jnp.bool_ or tree_mask.ndim != 3 or tree_mask.shape[:2] != (batch, metadata.max_q_len):
+        rows = metadata.max_q_len
+        if tree_mask.dtype != jnp.bool_ or tree_mask.shape[:2] != (batch, rows) or not tree_mask.shape[2] >= rows:
             raise ValueError(
                 f"tree_mask is {tree_mask.dtype}{list(tree_mask.shape)}, must be bool [B, S, M] = "
-                f"[{batch}, {metadata.max_q_len}, at least {metadata.max_q_len}]"
+                f"[{batch}, {rows}, at least {rows}]"
             )

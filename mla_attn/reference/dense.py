@@ -40,16 +40,22 @@ def visible_keys(
     *,
     causal: bool,
     window: int | None,
+    tree_mask: Bool[Array, "B S C"] | None = None,
 ) -> Bool[Array, "B S M"]:
     """Which key positions each row may see: row j stands at ``kv_len - q_len + j``."""
-    rows = jnp.arange(max_q_len)
-    at = (kv_lens - q_lens)[:, None, None] + rows[None, :, None]
-    p = positions[:, None, :]
-    visible = (rows[None, :, None] < q_lens[:, None, None]) & (p < kv_lens[:, None, None])
+    p, q_lens, kv_lens = positions[:, None, :], q_lens[:, None, None], kv_lens[:, None, None]
+    rows = jnp.arange(max_q_len)[None, :, None]
+    at = kv_lens - q_lens + rows
+    visible = (rows < q_lens) & (p < kv_lens)
     if causal:
         visible &= p <= at
     if window is not None:
         visible &= p > at - window
+    if tree_mask is not None:
+        width = tree_mask.shape[2]
+        column = p - (kv_lens - q_lens) + width - max_q_len
+        bits = jnp.take_along_axis(tree_mask, jnp.clip(column, 0, width - 1), axis=2)
+        visible &= bits | (column < 0)
     return visible
 
 
@@ -59,17 +65,17 @@ def to_blocks(
     """Packed rows to a dense block per request; positions past its length are zero."""
     if rows.shape[0] == 0:
         return jnp.zeros((starts.shape[0], length, *rows.shape[1:]), rows.dtype)
-    offset = jnp.arange(length)
+    offset = jnp.arange(length)[None]
     block = jnp.take(rows, starts[:, None] + offset, axis=0, mode="clip")
     kept = (offset < lens[:, None]).reshape(*block.shape[:2], *(1,) * (rows.ndim - 1))
-    return jnp.where(kept, block, 0)
+    return jnp.where(kept, block, jnp.zeros((), block.dtype))
 
 
 def to_rows(
     block: Float[Array, "B S *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], num_rows: int, fill: float
 ) -> Float[Array, "T *rest"]:
     """The inverse of ``to_blocks``; rows nobody owns hold ``fill``."""
-    offset = jnp.arange(block.shape[1])
+    offset = jnp.arange(block.shape[1])[None]
     target = jnp.where(offset < lens[:, None], starts[:, None] + offset, num_rows)
     rows = jnp.full((num_rows, *block.shape[2:]), fill, block.dtype)
     return rows.at[target].set(block, mode="drop")

@@ -6,18 +6,21 @@ from mla_attn.cache.write import read_latent
 from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 
-def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal):
+def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant):
     """``(out float32 [T, H, R], lse float32 [T, H])``: gathers every table slot of every request."""
+    del batch_invariant  # refused before
     m = metadata
     slots = m.page_table.shape[1] * pool.page_size
     latent, rope = read_latent(pool, m.page_table, jnp.zeros_like(m.kv_lens), slots, layer=layer)
-    positions = m.kv_offsets[:, None] + jnp.arange(slots) * m.kv_stride
+    positions = m.kv_offsets[:, None] + jnp.arange(slots)[None] * m.kv_stride
     q = to_blocks(jnp.concatenate([q_latent, q_rope], axis=-1), m.q_starts, m.q_lens, m.max_q_len)
     out, lse = attend(
         q,
         jnp.concatenate([latent, rope], axis=-1)[:, :, None],
         latent[:, :, None],
-        visible_keys(positions, m.q_lens, m.kv_lens, m.max_q_len, causal=causal, window=spec.window),
+        visible_keys(
+            positions, m.q_lens, m.kv_lens, m.max_q_len, causal=causal, window=spec.window, tree_mask=tree_mask
+        ),
         scale=spec.scale,
         soft_cap=spec.soft_cap,
     )

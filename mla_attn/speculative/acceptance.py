@@ -28,9 +28,7 @@ class Acceptance:
     next_tokens: Int[Array, "B"]
 
 
-def accept_greedy(
-    drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_lens: Int[Array, "B"]
-) -> Acceptance:
+def accept_greedy(drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_lens: Int[Array, "B"]) -> Acceptance:
     """Accept drafts as long as they equal the target's greedy tokens (arXiv:2211.17192 at temperature 0).
 
     Args:

@@ -57,17 +57,21 @@ class Rules:
     """What a row may see and how scores are formed."""
 
     scale: float
-    causal: bool
-    window: int | None
-    soft_cap: float | None
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    tree_mask: Bool[Array, "B S M"] | None = None
 
 
-Fetch = Callable[[Int[Array, "lanes"], Int[Array, "lanes"]], tuple[Float[Array, "lanes n K D"], Float[Array, "lanes n K V"]]]
+# fetch(requests [lanes], first_slots [lanes]) -> keys [lanes, n, K, D], values [lanes, n, K, V]
+Fetch = Callable[[Array, Array], tuple[Array, Array]]
 
 
-def make_plan(batch: int, max_q_len: int, heads: int, max_slots: int, block: int, *, parallel: bool) -> Plan:
+def make_plan(
+    batch: int, max_q_len: int, heads: int, max_slots: int, block: int, *, parallel: bool, tile: int | None = None
+) -> Plan:
     """Sizes from static shapes alone; ``parallel`` for devices that want many items at once."""
-    tile = max(1, min(max_q_len, _TILE_ROWS // heads))
+    tile = max(1, min(max_q_len, _TILE_ROWS // heads)) if tile is None else tile
     tiles, blocks = -(-max_q_len // tile), max(1, -(-max_slots // block))
     lanes = min(_MAX_LANES, max(1, _LANE_ROWS // (tile * heads)), max(1, batch * tiles * blocks)) if parallel else 1
     return Plan(tile, tiles, block, blocks, lanes)
@@ -102,7 +106,7 @@ def blockwise_attention(
         request, start = tile // plan.tiles, tile % plan.tiles * plan.tile
         k, v = fetch(request, block * plan.block)
         visible = _visible(batch, plan, rules, request, start, block) & alive[:, None, None]
-        q_rows = batch.q_starts[request][:, None] + start[:, None] + jnp.arange(plan.tile)
+        q_rows = (batch.q_starts[request] + start)[:, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None]
         q_tile = q[jnp.clip(q_rows, 0, rows - 1)].reshape(plan.lanes, plan.tile, kv_heads, group, -1)
         q_tile = q_tile.swapaxes(1, 2).reshape(plan.lanes, kv_heads, plan.tile * group, -1)
         index = tile + lanes
@@ -119,34 +123,45 @@ def blockwise_attention(
 
 def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
     """First block and number of blocks of every tile: the key slots its rows can see, and no others."""
-    start = jnp.arange(plan.tiles, dtype=jnp.int32) * plan.tile
-    real = start < batch.q_lens[:, None]
-    base = (batch.kv_lens - batch.q_lens)[:, None]
-    last_row = base + jnp.minimum(start + plan.tile, batch.q_lens[:, None]) - 1
-    stop = jnp.minimum(batch.kv_lens[:, None], last_row + 1) if rules.causal else batch.kv_lens[:, None]
+    start = jnp.arange(plan.tiles, dtype=jnp.int32)[None] * plan.tile
+    q_lens, kv_lens, offsets = (x[:, None] for x in (batch.q_lens, batch.kv_lens, batch.kv_offsets))
+    base = kv_lens - q_lens
+    stop = jnp.minimum(kv_lens, base + jnp.minimum(start + plan.tile, q_lens)) if rules.causal else kv_lens
     begin = jnp.zeros_like(stop) if rules.window is None else base + start - rules.window + 1
 
     def slot_of(position):  # first slot whose key stands at `position` or after it
-        return jnp.maximum(-(-(position - batch.kv_offsets[:, None]) // batch.kv_stride), 0)
+        return jnp.maximum(-(-(position - offsets) // batch.kv_stride), 0)
 
     first = jnp.minimum(slot_of(begin) // plan.block, plan.blocks)
     stop_block = jnp.minimum(-(-slot_of(stop) // plan.block), plan.blocks)
-    count = jnp.where(real, jnp.maximum(stop_block - first, 0), 0)
-    return first.ravel(), count.ravel()
+    count = jnp.where(start < q_lens, jnp.maximum(stop_block - first, 0), 0)
+    return jnp.broadcast_to(first, count.shape).ravel(), count.ravel()
 
 
 def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> Bool[Array, "lanes tile n"]:
-    slots = block[:, None] * plan.block + jnp.arange(plan.block)
+    """Which keys of its block each row of a lane's tile sees."""
+    slots = (block * plan.block)[:, None] + jnp.arange(plan.block, dtype=jnp.int32)[None]
     p = (batch.kv_offsets[request][:, None] + slots * batch.kv_stride)[:, None, :]
-    row = start[:, None] + jnp.arange(plan.tile)
-    kv_len, q_len = batch.kv_lens[request], batch.q_lens[request]
-    at = ((kv_len - q_len)[:, None] + row)[:, :, None]
-    visible = (row < q_len[:, None])[:, :, None] & (p < kv_len[:, None, None])
+    row = (start[:, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None])[:, :, None]
+    kv_len, q_len = (x[request][:, None, None] for x in (batch.kv_lens, batch.q_lens))
+    at = kv_len - q_len + row
+    visible = (row < q_len) & (p < kv_len)
     if rules.causal:
         visible &= p <= at
     if rules.window is not None:
         visible &= p > at - rules.window
+    if rules.tree_mask is not None:
+        visible &= _tree_visible(rules.tree_mask, request, row[:, :, 0], (p - kv_len + q_len)[:, 0, :])
     return visible
+
+
+def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n"]:
+    """The tree's say: keys before the mask's first column are visible, others if their bit is set."""
+    width, columns = mask.shape[1:]
+    column = after_prefix + columns - width
+    rows = mask[request[:, None], jnp.minimum(row, width - 1)]
+    bits = jnp.take_along_axis(rows, jnp.clip(column, 0, columns - 1)[:, None, :], axis=2)
+    return bits | (column < 0)[:, None, :]
 
 
 def _update(state, q, k, v, visible, rules: Rules):
@@ -190,14 +205,16 @@ def _merge_lanes(state, count, ends, share, lanes: int):
         a, b = jnp.exp(top - shift), jnp.exp(new - shift)
         return new_top, total * a + part[1] * b, acc * a[..., None] + part[2] * b[..., None]
 
-    empty = tuple(jnp.full((count.shape[0], *x.shape[1:]), fill) for x, fill in zip(state, (-jnp.inf, 0, 0), strict=True))
+    empty = tuple(
+        jnp.full((count.shape[0], *x.shape[1:]), fill) for x, fill in zip(state, (-jnp.inf, 0, 0), strict=True)
+    )
     return lax.fori_loop(0, parts.max(), add, empty)
 
 
 def _to_rows(out, lse, batch: Batch, plan: Plan, rows: int, group: int):
     """Tiles back to packed rows."""
     owner, owned = row_owners(batch.q_starts, batch.q_lens, rows)
-    offset = jnp.where(owned, jnp.arange(rows) - batch.q_starts[owner], 0)
+    offset = jnp.where(owned, jnp.arange(rows, dtype=jnp.int32) - batch.q_starts[owner], 0)
     tile, row = owner * plan.tiles + offset // plan.tile, offset % plan.tile
     kv_heads = out.shape[1]
     out = out.reshape(out.shape[0], kv_heads, plan.tile, group, -1)[tile, :, row]

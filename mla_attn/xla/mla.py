@@ -9,18 +9,25 @@ from mla_attn.xla.blockwise import Batch, Rules, blockwise_attention, make_plan
 _BLOCK_KEYS = 512
 
 
-def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal):
-    """``(out float32 [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32."""
+def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant):
+    """``(out float32 [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32.
+
+    With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a block
+    that depends on the page size alone: every row then goes through the same products in the same order.
+    """
     m = metadata
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride)
-    rules = Rules(spec.scale, causal, spec.window, spec.soft_cap)
+    rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask)
     slots = m.page_table.shape[1] * pool.page_size
     # Whole pages: a block is then a few contiguous pieces of memory.
-    block = min(slots, pool.page_size * max(1, _BLOCK_KEYS // pool.page_size))
+    block = pool.page_size * max(1, _BLOCK_KEYS // pool.page_size)
+    tile = 1 if batch_invariant else None
+    if not batch_invariant:
+        block = min(block, slots)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
 
     def run(q, *, parallel):
-        plan = make_plan(m.q_lens.shape[0], m.max_q_len, spec.num_heads, slots, block, parallel=parallel)
+        plan = make_plan(m.q_lens.shape[0], m.max_q_len, spec.num_heads, slots, block, parallel=parallel, tile=tile)
         return blockwise_attention(q, _fetch(pool, m.page_table, layer, block), batch, plan, rules)
 
     return lax.platform_dependent(q, cpu=lambda q: run(q, parallel=False), default=lambda q: run(q, parallel=True))
@@ -30,7 +37,7 @@ def _fetch(pool, page_table, layer, block: int):
     pages = block // pool.page_size
 
     def fetch(requests, first_slots):
-        columns = first_slots[:, None] + jnp.arange(pages) * pool.page_size
+        columns = first_slots[:, None] + jnp.arange(0, block, pool.page_size, dtype=jnp.int32)[None]
         physical, _ = gather_index(pool, page_table[requests], columns, layer)
         if requests.shape[0] == 1 and pages <= 16:
             rows = jnp.concatenate([lax.dynamic_index_in_dim(pool.data, p) for p in physical[0]], axis=1)

@@ -17,7 +17,8 @@ def ragged_attention(
     block = max(1, min(_BLOCK_KEYS, max_kv_len))
 
     def fetch(requests, first_slots):
-        index = jnp.clip((kv_starts[requests] + first_slots)[:, None] + jnp.arange(block), 0, max(k.shape[0] - 1, 0))
+        first = (kv_starts[requests] + first_slots)[:, None]
+        index = jnp.clip(first + jnp.arange(block, dtype=jnp.int32)[None], 0, k.shape[0] - 1)
         return k[index], v[index]
 
     def run(q, *, parallel):
