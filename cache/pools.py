@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-from numpy.typing import DTypeLike
 
 from mla_attn.specs import MLASpec
 

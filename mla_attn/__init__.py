@@ -1,7 +1,7 @@
 """Paged attention for serving LLMs in JAX: multi-head latent attention on NVIDIA GPUs and everywhere XLA runs.
 
-Ops are pure functions of arrays, a paged cache pytree and metadata, for use inside ``jax.jit``. ``mla_attn.steps`` has the
-jitted entry point of each serving mode, ``mla_attn.buckets`` compiles whole-model passes ahead of time,
+Ops are pure functions of arrays, a paged cache pytree and metadata, for use inside ``jax.jit``. ``mla_attn.steps`` has
+the jitted entry point of each serving mode, ``mla_attn.buckets`` compiles whole-model passes ahead of time,
 ``mla_attn.models`` holds DeepSeek-V2/V3 in Flax NNX, and ``mla_attn.generation`` runs it.
 """
 

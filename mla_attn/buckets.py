@@ -1,9 +1,9 @@
 """Programs compiled ahead of time over a ladder of shapes, chosen and padded per call: what CUDA graphs are elsewhere.
 
-A step function takes ``(state, pool, inputs)`` and returns ``(outputs, pool)``, where ``inputs`` is a pytree of arrays that
-means nothing where it is zero: lengths 0 mark padding requests, which write nothing and read nothing. ``Buckets`` compiles
-it for each rung of a ladder of input shapes before the first request comes, then picks the smallest rung that holds a
-call and pads its inputs with zeros.
+A step function takes ``(state, pool, inputs)`` and returns ``(outputs, pool)``, where ``inputs`` is a pytree of arrays
+that means nothing where it is zero: lengths 0 mark padding requests, which write nothing and read nothing. ``Buckets``
+compiles it for each rung of a ladder of input shapes before the first request comes, then picks the smallest rung that
+holds a call and pads its inputs with zeros.
 """
 
 import dataclasses

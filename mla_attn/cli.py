@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mla_attn.dispatch import NAMES
 
@@ -120,13 +120,14 @@ def _ids(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _streamer(tokenizer, *, request: int = 0):
-    """Prints one request's text as it comes."""
+def _streamer(tokenizer, *, prefix: str = "") -> Callable[[int, list[int]], None]:
+    """Prints the first request's text as it comes, ``prefix`` before it."""
     decode = tokenizer.stream()
+    begin = [prefix]
 
-    def show(index: int, tokens: list[int]) -> None:
-        if index == request:
-            print(decode(tokens), end="", flush=True)
+    def show(request: int, tokens: list[int]) -> None:
+        if request == 0:
+            print(begin.pop() if begin else "", decode(tokens), sep="", end="", flush=True)
 
     return show
 
@@ -159,16 +160,14 @@ def _demo(options: argparse.Namespace) -> int:
     print(f"{options.checkpoint}: {model.config.num_hidden_layers} layers, float32, on {jax.devices()[0].device_kind}")
     results = {}
     for title, drafts in (("plain", 0), (f"speculative, K = {_DEMO_DRAFTS}", _DEMO_DRAFTS)):
-        print(f"\n{title}: {len(prompts)} prompts as one batch (the programs compile first)")
-
-        def show(index, tokens, stream=_streamer(tokenizer)):
-            if index == 0 and not started:
-                started.append(print(f"  [0] {_DEMO_PROMPTS[0]}", end=""))
-            stream(index, tokens)
-
-        started: list[None] = []
+        print(f"\n{title}: {len(prompts)} prompts as one batch, the first shown as it comes (programs compile first)")
         result = generate(
-            model, prompts, max_new_tokens=96, num_drafts=drafts, on_tokens=show, progress=sys.stderr.isatty()
+            model,
+            prompts,
+            max_new_tokens=96,
+            num_drafts=drafts,
+            on_tokens=_streamer(tokenizer, prefix=f"  [0] {_DEMO_PROMPTS[0]}"),
+            progress=sys.stderr.isatty(),
         )
         for number, tokens in enumerate(result.tokens):
             if number:

@@ -21,6 +21,7 @@ All builders are pure functions of device arrays with static shapes, to be calle
 import dataclasses
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify

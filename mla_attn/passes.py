@@ -1,7 +1,8 @@
 """Whole-model passes, one a mode, over padded arrays: what is compiled ahead of time and run by the generation loop.
 
-Every pass is ``(state, pool, inputs) -> (outputs, pool)`` with ``inputs`` and ``outputs`` dicts of arrays, metadata built
-inside. Requests with ``q_lens`` (or ``active``) 0 are padding. B requests, T packed rows, W pages per request, K drafts.
+Every pass is ``(state, pool, inputs) -> (outputs, pool)`` with ``inputs`` and ``outputs`` dicts of arrays, metadata
+built inside. Requests with ``q_lens`` (or ``active``) 0 are padding. B requests, T packed rows, W pages per request, K
+drafts.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ class Passes:
         self.shapes = shapes
         self.graphdef, self.state = nnx.split(model)
         self._implementation = implementation
-        self._sizes = {"page_size": shapes.page_size, "max_len": shapes.max_len}
+        self._sizes: dict[str, Any] = {"page_size": shapes.page_size, "max_len": shapes.max_len}
         self._dim, self._dtype = model.config.hidden_size, model.embed_tokens.embedding[...].dtype
         self.prefill = Buckets("prefill", self._prompt("prefill"), self._prompt_rungs())
         self.extend = Buckets("extend", self._prompt("extend"), self._prompt_rungs())

@@ -1,13 +1,14 @@
 """The jitted entry points, one a mode, for one layer of any model.
 
 Each writes this call's rows into the cache, attends, and returns ``(out, pool)``. Specs are static and the pool is
-donated; inside an outer ``jit`` they inline and the outer one donates. ``decode``, ``target_verify``, ``draft_extend`` and
-``draft_decode`` run absorbed, over the paged cache; ``prefill`` and ``extend`` run in the expanded form over fresh keys and
-values, which costs fewer operations for many rows.
+donated; inside an outer ``jit`` they inline and the outer one donates. ``decode``, ``target_verify``, ``draft_extend``
+and ``draft_decode`` run absorbed, over the paged cache; ``prefill`` and ``extend`` run in the expanded form over fresh
+keys and values, which costs fewer operations for many rows.
 """
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def _absorbed_step(name: str, summary: str):
         pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
         q_latent, q_rope = (_scaled(q, metadata, query_scaling) for q in (q_latent, q_rope))
         out = mla_attention(q_latent, q_rope, pool, metadata, spec, layer=layer, implementation=implementation)
-        return out, pool
+        return cast(Array, out), pool
 
     step.__name__ = step.__qualname__ = name
     step.__doc__ = f"{summary}\n{_ABSORBED_DOC}"
@@ -169,9 +170,9 @@ def extend(
 ) -> tuple[Float[Array, "T H V"], LatentPool]:
     """New tokens on top of a cached prefix, expanded.
 
-    The new tokens attend to each other, then to the prefix chunk by chunk: ``chunk_size`` cached rows of each request are
-    read back, expanded through ``w_uk`` and ``w_uv``, attended to, and merged by log-sum-exp. Memory is that of one chunk,
-    ``B * chunk_size * H * (D + V)`` elements; time follows the longest prefix.
+    The new tokens attend to each other, then to the prefix chunk by chunk: ``chunk_size`` cached rows of each request
+    are read back, expanded through ``w_uk`` and ``w_uv``, attended to, and merged by log-sum-exp. Memory is that of
+    one chunk, ``B * chunk_size * H * (D + V)`` elements; time follows the longest prefix.
 
     Args:
         q: queries ``[nope | rope]``, rotated; [T, H, D].
@@ -259,7 +260,7 @@ def _fresh(q, k, v, metadata, spec, implementation):
 
 
 def _expand(latent, rope, w_uk, w_uv, dtype):
-    """Cached rows [B, n, R], [B, n, E] to keys [B, n, H, D] and values [B, n, H, V] (arXiv:2405.04434, eq. 10 to 12)."""
+    """Cached rows [B, n, R], [B, n, E] to keys [B, n, H, D], values [B, n, H, V] (arXiv:2405.04434, eq. 10 to 12)."""
     latent, rope = latent.astype(dtype), rope.astype(dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     nope = jnp.einsum("bnr,hdr->bnhd", latent, w_uk.astype(dtype), precision=precision)

@@ -24,7 +24,7 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
     if not path.exists():
         return ByteTokenizer()
     try:
-        import tokenizers
+        import tokenizers  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
         raise ImportError(f"{path} needs the tokenizers package: pip install 'mla-attn[tokenizers]'") from error
     return FileTokenizer(tokenizers.Tokenizer.from_file(str(path)))

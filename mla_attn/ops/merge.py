@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
-from numpy.typing import DTypeLike
 
 from mla_attn.ops.checks import check_shape, check_type
 
@@ -19,8 +19,8 @@ def merge_states(
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """Attention over the union of the partials' keys (Flash-Decoding; arXiv:2205.14135, section 3.1).
 
-    ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``. A partial whose lse is -inf saw no key: its
-    payload is not looked at, be it NaN. Rows where all are empty give 0 and -inf.
+    ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``. A partial whose lse is -inf saw no key:
+    its payload is not looked at, be it NaN. Rows where all are empty give 0 and -inf.
 
     Args:
         outs: partial outputs [T, H, V], one or more.

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
-from numpy.typing import DTypeLike
 
 from mla_attn.cache.pools import LatentPool
 from mla_attn.dispatch import Implementation, choose
@@ -64,9 +64,9 @@ def mla_attention(
 ) -> Float[Array, "T H R"] | tuple[Float[Array, "T H R"], Float[Array, "T H"]]:
     """Absorbed multi-head latent attention over a paged cache (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
-    Row j of a request stands at ``a = kv_len - q_len + j`` and sees the cached keys at ``p < kv_len`` with ``p <= a`` if
-    causal and ``p > a - window`` if the spec has a window. Its score is ``scale * (q_latent . c + q_rope . r)`` for the
-    cached row ``[c | r]``, its value is c: the result stays in latent space, to be taken through the value half of
+    Row j of a request stands at ``a = kv_len - q_len + j`` and sees the cached keys at ``p < kv_len`` with ``p <= a``
+    if causal and ``p > a - window`` if the spec has a window. Its score is ``scale * (q_latent . c + q_rope . r)`` for
+    the cached row ``[c | r]``, its value is c: the result stays in latent space, to be taken through the value half of
     ``kv_b_proj``.
 
     Args:

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-from numpy.typing import DTypeLike
 
 from mla_attn.dispatch import Implementation, choose
 from mla_attn.ops.checks import check_shape, check_type

@@ -4,10 +4,10 @@ The work is cut into *tiles* (a few consecutive query rows of one request) and e
 pair (tile, block) is one item. Items are numbered tile by tile, so a tile's cost follows the keys it can see and a
 batch costs the sum of its requests, whatever the table's width.
 
-A fixed number of *lanes* walks the items side by side, each a contiguous range of equal length. Lane i working on tile n
-keeps its running maximum, sum and output in state row ``n + i``: along the items either number grows, never both stay,
-so no two (tile, lane) pairs share a row. One lane (the CPU) needs no merging; with more, the rows of a tile are merged in
-key order at the end.
+A fixed number of *lanes* walks the items side by side, each a contiguous range of equal length. Lane i working on tile
+n keeps its running maximum, sum and output in state row ``n + i``: along the items either number grows, never both
+stay, so no two (tile, lane) pairs share a row. One lane (the CPU) needs no merging; with more, the rows of a tile are
+merged in key order at the end.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from mla_attn.metadata import row_owners
 # that are not there.
 _TILE_ROWS = 256
 
-# Rows of all lanes together. A GPU runs one item per lane at once and needs them to fill it; the scores of all lanes are
-# held in float32, LANE_ROWS times the keys of a block.
+# Rows of all lanes together. A GPU runs one item per lane at once and needs them to fill it; the scores of all lanes
+# are held in float32, LANE_ROWS times the keys of a block.
 _LANE_ROWS = 8192
 _MAX_LANES = 128
 

@@ -12,8 +12,8 @@ _BLOCK_KEYS = 512
 def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant):
     """``(out float32 [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32.
 
-    With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a block
-    that depends on the page size alone: every row then goes through the same products in the same order.
+    With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a
+    block that depends on the page size alone: every row then goes through the same products in the same order.
     """
     m = metadata
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride)
