@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from numpy.typing import DTypeLike
+from jax.typing import DTypeLike
 
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.deepseek import MLP, Attention, DecoderLayer, DeepseekForCausalLM, MoE
@@ -86,7 +86,7 @@ class Weight:
 def dequantise(tensors: dict[str, Stored], name: str, block: tuple[int, int] | None) -> np.ndarray:
     """A tensor as stored or, for FP8, times the scale of its block, in float32; last blocks may be partial."""
     value = tensors[name].read()
-    if tensors[name].dtype != "F8_E4M3":
+    if block is None or tensors[name].dtype != "F8_E4M3":
         return value
     scales = tensors[name + SCALE].read()
     rows, columns = (np.arange(size) // each for size, each in zip(value.shape, block, strict=True))
@@ -122,7 +122,10 @@ def _layer(layer: DecoderLayer, prefix: str) -> Iterator[Weight]:
     yield _plain(layer.input_layernorm.scale, f"{prefix}.input_layernorm.weight")
     yield _plain(layer.post_attention_layernorm.scale, f"{prefix}.post_attention_layernorm.weight")
     yield from _attention(layer.self_attn, f"{prefix}.self_attn")
-    yield from (_moe if isinstance(layer.mlp, MoE) else _mlp)(layer.mlp, f"{prefix}.mlp")
+    if isinstance(layer.mlp, MoE):
+        yield from _moe(layer.mlp, f"{prefix}.mlp")
+    else:
+        yield from _mlp(layer.mlp, f"{prefix}.mlp")
 
 
 def _attention(attention: Attention, prefix: str) -> Iterator[Weight]:
