@@ -23,7 +23,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def ladder(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
     """Powers of two from ``smallest`` up to the first that holds ``largest``: (1, 2, 4, 8, ...)."""
-    if not 1 <= smallest <= max(largest, smallest):
+    if min(smallest, largest) < 1:
         raise ValueError(f"smallest={smallest} and largest={largest} must be at least 1")
     sizes = [1 << (smallest - 1).bit_length()]
     while sizes[-1] < largest:
@@ -49,7 +49,7 @@ class Buckets:
 
     Attributes:
         compiles: programs compiled so far.
-        cold_compiles: those compiled by a call rather than by ``warm_up``; each is logged as a warning.
+        cold_compiles: those compiled by a call rather than before it; each is logged as a warning.
         compile_seconds: time spent on them.
     """
 
@@ -72,16 +72,22 @@ class Buckets:
         return len(self._programs)
 
     @property
-    def pending(self) -> int:
-        """Rungs not compiled yet."""
-        return len(self._rungs) - len(self._programs)
+    def pending(self) -> list[int]:
+        """Rungs not compiled yet, by number."""
+        return [index for index in range(len(self._rungs)) if index not in self._programs]
 
-    def warm_up(self, state: Any, pool: Any) -> Iterable[str]:
-        """Compile every rung for arguments like these; yields a label before each, for a progress bar."""
-        for index in range(len(self._rungs)):
-            if index not in self._programs:
-                yield f"{self.name} {self._label(index)}"
-                self._compile(index, state, pool)
+    def label(self, index: int) -> str:
+        """Name and sizes of a rung, for people to read."""
+        sizes = dict.fromkeys(n for shape in self._shapes[index] for n in shape)
+        return f"{self.name} {'x'.join(map(str, sizes))}"
+
+    def compile(self, index: int, state: Any, pool: Any) -> Any:
+        """Compile a rung for a state and a pool of these shapes; returns the program."""
+        begin = time.perf_counter()
+        program = self._jitted.lower(_abstract(state), _abstract(pool), self._rungs[index]).compile()
+        self.compile_seconds += time.perf_counter() - begin
+        self._programs[index] = program
+        return program
 
     def __call__(self, state: Any, pool: Any, inputs: Any) -> tuple[Any, Any]:
         """Run on the smallest rung that holds ``inputs``.
@@ -103,11 +109,9 @@ class Buckets:
         ]
         program = self._programs.get(index)
         if program is None:
-            logger.warning(
-                "%s %s: compiled by a call; warm_up() would have done it before", self.name, self._label(index)
-            )
+            logger.warning("%s: compiled by a call; warm_up() would have done it before", self.label(index))
             self.cold_compiles += 1
-            program = self._compile(index, state, pool)
+            program = self.compile(index, state, pool)
         return program(state, pool, jax.tree.unflatten(structure, padded))
 
     def _choose(self, shapes: tuple[tuple[int, ...], ...]) -> int:
@@ -119,27 +123,15 @@ class Buckets:
             self._choices[shapes] = index
         return index
 
-    def _compile(self, index: int, state: Any, pool: Any):
-        begin = time.perf_counter()
-        program = self._jitted.lower(_abstract(state), _abstract(pool), self._rungs[index]).compile()
-        self.compile_seconds += time.perf_counter() - begin
-        self._programs[index] = program
-        return program
-
-    def _label(self, index: int) -> str:
-        return "x".join(str(n) for n in dict.fromkeys(n for shape in self._shapes[index] for n in shape))
-
 
 def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool = True) -> float:
     """Compile every rung of ``buckets`` with a progress bar; returns the seconds it took."""
-    buckets = list(buckets)
     begin = time.perf_counter()
-    with tqdm(total=sum(b.pending for b in buckets), desc="compiling", disable=not progress, leave=False) as bar:
-        for b in buckets:
-            for count, label in enumerate(b.warm_up(state, pool)):
-                bar.update(count > 0)
-                bar.set_postfix_str(label)
-            bar.update(bar.total is not None and bar.n < bar.total)
+    work = [(b, index) for b in buckets for index in b.pending]
+    with tqdm(work, desc="compiling", disable=not progress, leave=False) as bar:
+        for b, index in bar:
+            bar.set_postfix_str(b.label(index))
+            b.compile(index, state, pool)
     return time.perf_counter() - begin
 
 
