@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from mla_attn.cache import LatentPool
 
 from checkpoints import V2, V3
 from mla_attn import metadata as build
 from mla_attn import steps
+from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 
 TOLERANCE = 1e-3  # float32 against float32; a float64 model differs from the expected logits by 2.5e-4

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
-from mla_attn.cache import LatentPool
 
 from checkpoints import V2, V3
 from mla_attn import metadata as build
+from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
