@@ -72,6 +72,6 @@ class LatentPool:
         """Type of the stored rows."""
         return np.dtype(self.data.dtype)
 
-    def physical_pages(self, pages: Int[Array, "..."], layer: int | Int[Array, ""]) -> Int[Array, "..."]:
+    def physical_pages(self, pages: Int[Array, "..."], layer: int | Int[Array, "..."]) -> Int[Array, "..."]:
         """Index into ``data``'s first axis of ``pages`` (ids within ``layer``; int32, in range stays in range)."""
         return pages * self.page_stride + jnp.asarray(layer, jnp.int32) * self.layer_stride

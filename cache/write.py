@@ -77,8 +77,9 @@ def move_rows(pool: LatentPool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> L
     readable = (src >= 0) & (src < limit)
     src, dst = jnp.where(readable, src, 0), jnp.where(readable, dst, -1)
     layers = jnp.arange(pool.num_layers, dtype=jnp.int32)[:, None]
+    src, dst = (jnp.broadcast_to(slots, (pool.num_layers, *slots.shape)) for slots in (src, dst))
     rows = pool.data[pool.physical_pages(src // pool.page_size, layers), src % pool.page_size]
-    return _scatter(pool, rows, jnp.broadcast_to(dst, rows.shape[:-1]), layers)
+    return _scatter(pool, rows, dst, layers)
 
 
 def _scatter(pool: LatentPool, rows: Float[Array, "... C"], slots: Int[Array, "..."], layer) -> LatentPool:

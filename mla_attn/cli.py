@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mla_attn.dispatch import NAMES
+from mla_attn.speculative import DraftTree
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,8 +34,12 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts-file", metavar="F", help="a prompt a line, text or comma-separated ids; all run as one batch"
     )
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens per prompt (default 64)")
-    generate.add_argument(
+    drafting = generate.add_mutually_exclusive_group()
+    drafting.add_argument(
         "--speculate", type=int, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)"
+    )
+    drafting.add_argument(
+        "--tree", type=DraftTree.parse, metavar="W1xW2x...", help="draft a tree: children per node at each depth"
     )
     generate.add_argument("--page-size", type=int, default=64, metavar="P", help="tokens per cache page (default 64)")
     generate.add_argument(
@@ -73,6 +78,7 @@ def _generate(options: argparse.Namespace) -> int:
         prompts,
         max_new_tokens=options.max_new_tokens,
         num_drafts=options.speculate,
+        tree=options.tree,
         page_size=options.page_size,
         prefill_chunk=options.prefill_chunk,
         stop_tokens=() if options.ignore_eos else model.config.eos_token_ids,

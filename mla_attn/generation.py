@@ -1,4 +1,4 @@
-"""Greedy generation for one batch of prompts, plain or with chain speculation: a readable loop over the passes.
+"""Greedy generation for one batch of prompts, plain or speculative: a readable loop over the passes.
 
 The loop keeps its state (last tokens, lengths, drafts, hidden states) on the device; what comes back to the host each
 step is the emitted tokens, to stream them and to see who is finished.
@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from mla_attn.buckets import backend_compiles, ladder, rung, warm_up
+from mla_attn.buckets import backend_compiles, ladder, warm_up
 from mla_attn.cache import LatentPool
 from mla_attn.cache.pages import PageAllocator
 from mla_attn.models.deepseek import DeepseekForCausalLM
 from mla_attn.passes import Passes, Shapes
+from mla_attn.speculative import DraftTree
 
 OnTokens = Callable[[int, list[int]], None]
 
@@ -65,6 +66,7 @@ def generate(
     *,
     max_new_tokens: int,
     num_drafts: int = 0,
+    tree: DraftTree | None = None,
     page_size: int = 64,
     prefill_chunk: int | None = None,
     stop_tokens: Sequence[int] = (),
@@ -78,7 +80,9 @@ def generate(
         model: a loaded checkpoint.
         prompts: token ids of each prompt, at least one each; used as they are.
         max_new_tokens: most tokens to generate per prompt.
-        num_drafts: drafts K per verify step, made by the model's MTP layer; 0 decodes one token at a time.
+        num_drafts: drafts K per verify step, one after the other, made by the model's MTP layer; 0 decodes one token at
+            a time.
+        tree: drafts as a tree instead.
         page_size: tokens per cache page.
         prefill_chunk: prompt tokens per request and pass; None takes whole prompts.
         stop_tokens: ids that end a request.
@@ -90,10 +94,12 @@ def generate(
         ValueError: an empty prompt, an id outside the vocabulary, or more tokens than the model's positions.
     """
     _check(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk)
+    if num_drafts:
+        if tree is not None:
+            raise ValueError(f"num_drafts={num_drafts} with tree={tree}: must be one or the other")
+        tree = DraftTree((1,) * num_drafts)
     backend_compiles()
-    run = _Run(
-        model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk, stop_tokens, implementation, on_tokens
-    )
+    run = _Run(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, stop_tokens, implementation, on_tokens)
     warm_up_seconds = warm_up(run.passes.buckets, run.passes.state, run.pool, progress=progress)
     compiled = backend_compiles()
 
@@ -101,7 +107,7 @@ def generate(
     run.prefill()
     prefilled = time.perf_counter()
     while run.active.any():
-        run.speculate() if num_drafts else run.decode()
+        run.speculate() if tree else run.decode()
     end = time.perf_counter()
 
     new_tokens = sum(map(len, run.tokens))
@@ -128,7 +134,7 @@ class _Run:
         model,
         prompts,
         max_new_tokens,
-        num_drafts,
+        tree,
         page_size,
         prefill_chunk,
         stop_tokens,
@@ -136,24 +142,25 @@ class _Run:
         on_tokens,
     ):
         self.prompts = [np.asarray(p, np.int32) for p in prompts]
-        self.max_new_tokens, self.num_drafts = max_new_tokens, num_drafts
+        self.max_new_tokens, self.tree = max_new_tokens, tree
         self.stop_tokens, self.on_tokens = frozenset(stop_tokens), on_tokens
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.target_steps = self.verified_tokens = self.verified_requests = 0
 
         # Room for the drafts of the last verify step too: their rows are written before they are judged.
-        lengths = [len(p) + max_new_tokens + num_drafts for p in prompts]
+        lengths = [len(p) + max_new_tokens + (tree.size - 1 if tree else 0) for p in prompts]
         longest = max(len(p) for p in prompts)
         self.chunk = longest if prefill_chunk is None else min(prefill_chunk, longest)
-        rows = {sum(map(len, parts)) for parts in self._parts()}
+        # Every pass over the prompts takes the rows of the largest: padding costs less than compiling more programs.
+        rows = max(sum(map(len, parts)) for parts in self._parts())
         batch = ladder(len(prompts))[-1]
         shapes = Shapes(
             batches=(batch,),
-            prompt_rows=tuple(sorted({rung(r, ladder(max(rows), smallest=8)) for r in rows})),
+            prompt_rows=ladder(rows, smallest=8)[-1:],
             table_width=-(-max(lengths) // page_size),
             page_size=page_size,
-            max_len=min(max(lengths), model.config.max_position_embeddings),
-            num_drafts=num_drafts,
+            max_len=max(lengths),
+            tree=tree,
             chunked=longest > self.chunk,
         )
         num_pages = sum(-(-n // page_size) for n in lengths)
@@ -194,7 +201,7 @@ class _Run:
             rows = np.concatenate(parts)
             out = self._step(self.passes.extend if number else self.passes.prefill, tokens=rows, **lengths)
             sampled.append(out["tokens"])
-            if self.num_drafts:
+            if self.tree:
                 following = [p[n - len(part) + 1 : n + 1] for p, part, n in zip(self.prompts, parts, done, strict=True)]
                 shifted = [np.append(f, [-1] * (len(part) - len(f))) for f, part in zip(following, parts, strict=True)]
                 drafted.append(
@@ -212,7 +219,7 @@ class _Run:
             first[request] = np.asarray(sampled[number])[request]
         self.last_tokens = jax.device_put(first)
         self.lens = jax.device_put(_padded(np.array([len(p) for p in self.prompts], np.int32), batch))
-        if self.num_drafts:
+        if self.tree:
             self.draft = {
                 name: jax.device_put(
                     np.stack([np.asarray(drafted[n][name])[r] for r, n in enumerate(_padded(last, batch))])
@@ -231,8 +238,10 @@ class _Run:
     def speculate(self) -> None:
         """Draft, verify, accept, and bring the draft model up to date: one to K + 1 tokens for every active request."""
         state = {"lens": self.lens, "active": self.active}
-        for step in range(self.num_drafts - 1):
-            self.draft = self._step(self.passes.draft_decode, step=np.int32(step), **self.draft, **state)
+        for step, bucket in enumerate(self.passes.draft_decode):
+            drafted = self.tree.level_starts[step + 1] - 1
+            steps = {"step": np.int32(step), "num_drafted": np.int32(drafted)}
+            self.draft = self._step(bucket, **steps, **self.draft, **state)
         out = self._step(self.passes.target_verify, tokens=self.last_tokens, drafts=self.draft["drafts"], **state)
         self.last_tokens, self.lens = out["tokens"], out["lens"]
         self.draft = self._step(

@@ -95,6 +95,7 @@ def for_target_verify(
     page_size: int,
     q_lens: Int[Array, "B"] | None = None,
     num_rows: int | None = None,
+    depths: Int[Array, "*B S"] | None = None,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
@@ -110,12 +111,20 @@ def for_target_verify(
             ``num_tokens`` if None.
         num_rows: None for a dense block of B * S rows, request b at ``b * S``; a number T for rows packed one request
             after the other in T rows.
-        max_len: as in ``for_decode``: drafts at or past it are dropped.
+        depths: for draft trees, drafts between each row and the anchor, [S] or [B, S]: row j is cached at ``prefix +
+        j``
+            but its ``positions`` entry is ``prefix + depths[j]``. None for chains, where depth is j.
+        max_len: as in ``for_decode``: drafts cached at or past it are dropped.
         page_map: as in ``for_decode``.
     """
     if q_lens is None:
         q_lens = jnp.full_like(prefix_lens, num_tokens)
-    return _layout(page_table, prefix_lens, q_lens, num_tokens, num_rows, page_size, max_len, page_map)
+    stand = None
+    if depths is not None:
+        if depths.shape not in ((num_tokens,), (*prefix_lens.shape, num_tokens)):
+            raise ValueError(f"depths has shape {depths.shape}, must be [S] or [B, S] with S = {num_tokens}")
+        stand = prefix_lens[:, None] + jnp.broadcast_to(depths, (*prefix_lens.shape, num_tokens))
+    return _layout(page_table, prefix_lens, q_lens, num_tokens, num_rows, page_size, max_len, page_map, stand)
 
 
 def for_draft_extend(
@@ -151,25 +160,33 @@ def for_draft_decode(
     step: int | Int[Array, ""],
     *,
     page_size: int,
+    num_tokens: int = 1,
+    num_drafted: int | Int[Array, ""] | None = None,
     q_lens: Int[Array, "B"] | None = None,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """Step ``step`` (0, 1, ...) of drafting one token after the other.
+    """Step ``step`` (0, 1, ...) of drafting: one token after the other, or one level of a draft tree.
 
     Args:
         page_table: page ids of each request.
         seq_lens: tokens in the draft model's cache before the first draft step, **counting none of the drafted ones**
-            (sglang ``seq_lens`` for the whole multi-step draft): the row stands at ``seq_len + step``.
-        step: how many drafted tokens precede this one; may be traced.
+            (sglang ``seq_lens`` for the whole multi-step draft): the rows stand at ``seq_len + step``.
+        step: how many draft steps precede this one; may be traced.
         page_size: tokens per page P.
-        q_lens: 1, or 0 for a padding request; all 1 if None.
+        num_tokens: static rows per request: the nodes of this level of a tree, 1 for a chain.
+        num_drafted: nodes that earlier steps cached; row j is cached at ``seq_len + num_drafted + j``. ``step`` if
+        None,
+            as in a chain.
+        q_lens: ``num_tokens``, or 0 for a padding request; all ``num_tokens`` if None.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
     if q_lens is None:
-        q_lens = jnp.ones_like(seq_lens)
-    return _layout(page_table, seq_lens + step, q_lens, 1, None, page_size, max_len, page_map)
+        q_lens = jnp.full_like(seq_lens, num_tokens)
+    prefix_lens = seq_lens + (step if num_drafted is None else num_drafted)
+    stand = jnp.broadcast_to((seq_lens + step)[:, None], (*seq_lens.shape, num_tokens))
+    return _layout(page_table, prefix_lens, q_lens, num_tokens, None, page_size, max_len, page_map, stand)
 
 
 def for_extend(
@@ -257,13 +274,15 @@ def row_owners(
     """The request of each row and whether it has one (False on padding rows, whose request is arbitrary)."""
     requests = jnp.arange(q_starts.shape[0], dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    starts = jnp.where(q_lens > 0, q_starts, num_rows)
+    starts = jnp.where((q_lens > 0) & (q_starts >= 0), q_starts, num_rows)  # a negative index would wrap
     owner = jax.lax.cummax(jnp.zeros(num_rows, jnp.int32).at[starts].max(requests, mode="drop"))
     offset = rows - q_starts[owner]
     return owner, (offset >= 0) & (offset < q_lens[owner])
 
 
-def _layout(page_table, prefix_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map) -> AttentionMetadata:
+def _layout(
+    page_table, prefix_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map, stand=None
+) -> AttentionMetadata:
     """Place the rows: a dense block of ``max_q_len`` rows per request, or packed into ``num_rows``."""
     batch = q_lens.shape[0]
     if num_rows is None:
@@ -271,12 +290,13 @@ def _layout(page_table, prefix_lens, q_lens, max_q_len, num_rows, page_size, max
         num_rows = batch * max_q_len
     else:
         starts = jnp.cumsum(q_lens, dtype=jnp.int32) - q_lens
-    return _build(page_table, starts, q_lens, prefix_lens, num_rows, max_q_len, page_size, max_len, page_map)
+    return _build(page_table, starts, q_lens, prefix_lens, num_rows, max_q_len, page_size, max_len, page_map, stand)
 
 
 def _build(
-    page_table, q_starts, q_lens, prefix_lens, num_rows, max_q_len, page_size, max_len, page_map
+    page_table, q_starts, q_lens, prefix_lens, num_rows, max_q_len, page_size, max_len, page_map, stand=None
 ) -> AttentionMetadata:
+    """Rows are cached from ``prefix_lens`` on; ``stand`` [B, S], if given, is where they stand instead."""
     batch, width = page_table.shape
     for name, value, least in (("max_q_len", max_q_len, 1), ("page_size", page_size, 1), ("num_rows", num_rows, 0)):
         if value < least:
@@ -297,10 +317,12 @@ def _build(
         mapped = jnp.take(page_map, page_table, mode="fill", fill_value=-1)
         page_table = jnp.where(page_table < 0, -1, mapped)  # a negative index would wrap
     owner, owned = row_owners(q_starts, q_lens, num_rows)
-    positions = jnp.where(owned, prefix_lens[owner] + jnp.arange(num_rows) - q_starts[owner], 0).astype(jnp.int32)
-    pages = page_table[owner, positions // page_size]
+    offset = jnp.where(owned, jnp.arange(num_rows, dtype=jnp.int32) - q_starts[owner], 0)
+    cached = jnp.where(owned, prefix_lens[owner] + offset, 0)
+    pages = page_table[owner, cached // page_size]
     known = (pages >= 0) & (pages < np.iinfo(np.int32).max // page_size)  # a foreign id must not overflow into range
-    slots = jnp.where(owned & known, pages * page_size + positions % page_size, -1)
+    slots = jnp.where(owned & known, pages * page_size + cached % page_size, -1)
+    positions = cached if stand is None else jnp.where(owned, stand[owner, offset], 0)
     return AttentionMetadata(
         q_starts=q_starts.astype(jnp.int32),
         q_lens=q_lens,
@@ -308,7 +330,7 @@ def _build(
         page_table=page_table.astype(jnp.int32),
         kv_offsets=jnp.zeros(batch, jnp.int32),
         slots=slots.astype(jnp.int32),
-        positions=positions,
+        positions=positions.astype(jnp.int32),
         work=jnp.zeros(0, jnp.int32),
         max_q_len=max_q_len,
     )

@@ -1,8 +1,8 @@
 """Whole-model passes, one a mode, over padded arrays: what is compiled ahead of time and run by the generation loop.
 
 Every pass is ``(state, pool, inputs) -> (outputs, pool)`` with ``inputs`` and ``outputs`` dicts of arrays, metadata
-built inside. Requests with ``q_lens`` (or ``active``) 0 are padding. B requests, T packed rows, W pages per request, K
-drafts.
+built inside. Requests with ``q_lens`` (or ``active``) 0 are padding. B requests, T packed rows, W pages per
+request.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from flax import nnx
 
 from mla_attn import metadata as md
 from mla_attn.buckets import Buckets
-from mla_attn.cache import LatentPool
+from mla_attn.cache import LatentPool, move_rows
 from mla_attn.models.deepseek import DeepseekForCausalLM
-from mla_attn.speculative import accept_greedy
+from mla_attn.speculative import DraftTree, accept_tree, path_moves, top_drafts
 
 Arrays = dict[str, Any]
 
@@ -31,7 +31,7 @@ class Shapes:
         table_width: pages per request W.
         page_size: tokens per page P.
         max_len: most tokens of a request.
-        num_drafts: drafts per verify step K; 0 for plain decoding.
+        tree: drafts per verify step; a chain of K drafts is a tree of K widths of 1. None for plain decoding.
         chunked: whether prompts come in several parts, so that ``extend`` is needed.
     """
 
@@ -40,17 +40,19 @@ class Shapes:
     table_width: int
     page_size: int
     max_len: int
-    num_drafts: int = 0
+    tree: DraftTree | None = None
     chunked: bool = False
 
 
 class Passes:
     """The passes of one model as ``Buckets``: attributes ``prefill``, ``extend``, ``decode`` and, with drafts,
-    ``draft_prefill``, ``draft_decode``, ``target_verify``, ``draft_extend``."""
+    ``draft_prefill``, ``draft_decode`` (one for each step after the first draft), ``target_verify``,
+    ``draft_extend``."""
 
     def __init__(self, model: DeepseekForCausalLM, shapes: Shapes, *, implementation: str | None = None):
-        if shapes.num_drafts and model.config.num_nextn_predict_layers == 0:
-            raise ValueError(f"num_drafts={shapes.num_drafts} must be 0: the model has no MTP layer to draft with")
+        tree = shapes.tree
+        if tree and model.config.num_nextn_predict_layers == 0:
+            raise ValueError(f"tree of widths {tree.widths}: the model has no MTP layer to draft with, must be None")
         self.shapes = shapes
         self.graphdef, self.state = nnx.split(model)
         self._implementation = implementation
@@ -59,42 +61,46 @@ class Passes:
         self.prefill = Buckets("prefill", self._prompt("prefill"), self._prompt_rungs())
         self.extend = Buckets("extend", self._prompt("extend"), self._prompt_rungs())
         self.decode = Buckets("decode", self._decode, self._rungs(tokens=()))
-        if shapes.num_drafts:
-            k, hidden = shapes.num_drafts, (self._dim,)
+        if tree:
+            drafts, path = (tree.size - 1,), tree.depth + 1
             self.draft_prefill = Buckets("draft_prefill", self._draft_prefill, self._prompt_rungs(drafting=True))
-            self.target_verify = Buckets("target_verify", self._target_verify, self._rungs(tokens=(), drafts=(k,)))
+            self.target_verify = Buckets("target_verify", self._target_verify, self._rungs(tokens=(), drafts=drafts))
             self.draft_extend = Buckets(
                 "draft_extend",
                 self._draft_extend,
-                self._rungs(emitted=(k + 1,), num_emitted=(), hidden=(k + 1, *hidden)),
+                self._rungs(emitted=(path,), num_emitted=(), hidden=(path, self._dim)),
             )
-            self.draft_decode = Buckets(
-                "draft_decode", self._draft_decode, self._rungs(drafts=(k,), step=None, hidden=hidden)
-            )
+            # Steps that differ in nothing but their number, as those of a chain, share a program.
+            made: dict[tuple[int, int, int], Buckets] = {}
+            self.draft_decode = []
+            for level in range(1, tree.depth):
+                key = (tree.level_sizes[level], tree.widths[level - 1], tree.widths[level])
+                if not tree.is_chain or key not in made:
+                    made[key] = self._draft_decode_buckets(level)
+                self.draft_decode.append(made[key])
 
     @property
     def buckets(self) -> list[Buckets]:
         """The ones a generation loop with these shapes calls."""
-        used = [self.prefill, *([self.extend] if self.shapes.chunked else [])]
-        if not self.shapes.num_drafts:
-            return [*used, self.decode]
-        drafting = [self.draft_decode] if self.shapes.num_drafts > 1 else []
-        return [*used, self.draft_prefill, *drafting, self.target_verify, self.draft_extend]
+        prompt = [self.prefill, *([self.extend] if self.shapes.chunked else [])]
+        if self.shapes.tree is None:
+            return [*prompt, self.decode]
+        return [*prompt, self.draft_prefill, *dict.fromkeys(self.draft_decode), self.target_verify, self.draft_extend]
 
     def _model(self, state: Any) -> DeepseekForCausalLM:
         return nnx.merge(self.graphdef, state)
 
-    def _run(self, model, tokens, pool, metadata, mode):
-        return model(tokens, pool, metadata, mode=mode, implementation=self._implementation)
+    def _run(self, model, *arguments, **options):
+        return model(*arguments, **options, implementation=self._implementation)
 
-    def _run_draft(self, model, hidden, tokens, pool, metadata, mode):
-        return model.draft(hidden, tokens, pool, metadata, mode=mode, implementation=self._implementation)
+    def _run_draft(self, model, *arguments, **options):
+        return model.draft(*arguments, **options, implementation=self._implementation)
 
     def _prompt(self, mode: str):
         def prompt(state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
             """Prompt parts: greedy token after each request's last row, and all hidden states."""
             model, m = self._model(state), self._prompt_metadata(x)
-            hidden, pool = self._run(model, x["tokens"], pool, m, mode)
+            hidden, pool = self._run(model, x["tokens"], pool, m, mode=mode)
             return {"hidden": hidden, "tokens": _greedy(model.logits(_last(hidden, m)))}, pool
 
         return prompt
@@ -105,55 +111,104 @@ class Passes:
         model, m = self._model(state), self._prompt_metadata(x)
         owner, _ = md.row_owners(m.q_starts, m.q_lens, m.slots.shape[0])
         tokens = jnp.where(x["next_tokens"] < 0, x["sampled"][owner], x["next_tokens"])
-        hidden, pool = self._run_draft(model, x["hidden"], tokens, pool, m, "draft_extend")
-        return self._first_draft(model, _last(hidden, m)), pool
+        hidden, pool = self._run_draft(model, x["hidden"], tokens, pool, m, mode="draft_extend")
+        return self._first_drafts(model, _last(hidden, m)), pool
 
     def _decode(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
         """One token per active request; ``lens`` counts the cached tokens before and after."""
         model, lens = self._model(state), x["lens"] + x["active"]
         m = md.for_decode(x["page_table"], lens * x["active"], **self._sizes)
-        hidden, pool = self._run(model, x["tokens"], pool, m, "decode")
+        hidden, pool = self._run(model, x["tokens"], pool, m, mode="decode")
         return {"tokens": _greedy(model.logits(hidden)), "lens": lens}, pool
 
     def _target_verify(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
-        """The last emitted token and its drafts: what is accepted and emitted, and the rows' hidden states."""
-        model, rows = self._model(state), self.shapes.num_drafts + 1
-        m = md.for_target_verify(x["page_table"], x["lens"], num_tokens=rows, q_lens=rows * x["active"], **self._sizes)
+        """The last emitted token and its drafts: what is accepted and emitted, and the hidden states of those rows."""
+        model, tree = self._model(state), self._tree
+        m = md.for_target_verify(
+            x["page_table"],
+            x["lens"],
+            num_tokens=tree.size,
+            q_lens=tree.size * x["active"],
+            depths=None if tree.is_chain else jnp.asarray(tree.depths),
+            **self._sizes,
+        )
         tokens = jnp.concatenate([x["tokens"][:, None], x["drafts"]], axis=1)
-        hidden, pool = self._run(model, tokens.reshape(-1), pool, m, "target_verify")
+        mask = self._mask(tokens.shape[0], slice(None), slice(None))
+        hidden, pool = self._run(model, tokens.reshape(-1), pool, m, mode="target_verify", tree_mask=mask)
         targets = _greedy(model.logits(hidden)).reshape(tokens.shape)
-        result = accept_greedy(x["drafts"], targets, m.q_lens)
+        parents = jnp.broadcast_to(jnp.asarray(tree.parents), tokens.shape)
+        result, path = accept_tree(tokens, parents, targets, m.q_lens, max_depth=tree.depth)
+        if not tree.is_chain:
+            pool = move_rows(pool, *path_moves(m.slots.reshape(tokens.shape), path))
+        hidden = hidden.reshape(*tokens.shape, -1)
         return {
             "emitted": result.emitted,
             "num_emitted": result.num_emitted,
             "tokens": result.next_tokens,
             "lens": x["lens"] + result.num_emitted,
-            "hidden": hidden.reshape(*tokens.shape, -1),
+            "hidden": jnp.take_along_axis(hidden, jnp.maximum(path, 0)[:, :, None], axis=1),
         }, pool
 
     def _draft_extend(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
-        """The emitted tokens through the draft layer, with the target's hidden states: the first draft."""
-        model, rows = self._model(state), self.shapes.num_drafts + 1
-        m = md.for_draft_extend(
-            x["page_table"], x["lens"], x["num_emitted"] * x["active"], max_q_len=rows, **self._sizes
+        """The emitted tokens through the draft layer, with the target's hidden states: the first drafts."""
+        model, rows = self._model(state), self._tree.depth + 1
+        q_lens = x["num_emitted"] * x["active"]
+        m = md.for_draft_extend(x["page_table"], x["lens"], q_lens, max_q_len=rows, **self._sizes)
+        hidden, tokens = x["hidden"].reshape(-1, self._dim), x["emitted"].reshape(-1)
+        hidden, pool = self._run_draft(model, hidden, tokens, pool, m, mode="draft_extend")
+        return self._first_drafts(model, _last(hidden, m)), pool
+
+    def _draft_decode_buckets(self, level: int) -> Buckets:
+        """Drafts of depth ``level`` through the draft layer: the drafts after them, ``widths[level]`` each."""
+        tree = self._tree
+        nodes, spread, width = tree.level_sizes[level], tree.widths[level - 1], tree.widths[level]
+        drafted = slice(1, tree.level_starts[level] + nodes)
+        level_nodes = slice(tree.level_starts[level], tree.level_starts[level] + nodes)
+
+        def draft_decode(state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
+            model, batch, step = self._model(state), x["lens"].shape[0], x["step"]
+            m = md.for_draft_decode(
+                x["page_table"],
+                x["lens"],
+                step,
+                num_tokens=nodes,
+                num_drafted=x["num_drafted"],
+                q_lens=nodes * x["active"],
+                **self._sizes,
+            )
+            tokens = jax.lax.dynamic_slice_in_dim(x["drafts"], x["num_drafted"], nodes, axis=1)
+            hidden = jnp.repeat(x["hidden"], spread, axis=1).reshape(-1, self._dim)
+            mask = self._mask(batch, level_nodes, drafted)
+            hidden, pool = self._run_draft(
+                model, hidden, tokens.reshape(-1), pool, m, mode="draft_decode", tree_mask=mask
+            )
+            hidden = hidden.reshape(batch, nodes, -1)
+            new = top_drafts(model.draft_logits(hidden), width)
+            drafts = jax.lax.dynamic_update_slice_in_dim(x["drafts"], new, x["num_drafted"] + nodes, axis=1)
+            return {"drafts": drafts, "hidden": hidden}, pool
+
+        rungs = self._rungs(
+            drafts=(tree.size - 1,), step=None, num_drafted=None, hidden=(tree.level_sizes[level - 1], self._dim)
         )
-        hidden = x["hidden"].reshape(-1, self._dim)
-        hidden, pool = self._run_draft(model, hidden, x["emitted"].reshape(-1), pool, m, "draft_extend")
-        return self._first_draft(model, _last(hidden, m)), pool
+        return Buckets("draft_decode", draft_decode, rungs)
 
-    def _draft_decode(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
-        """Draft number ``step + 1`` from draft number ``step``, which stands ``step`` after the cached tokens."""
-        model, step = self._model(state), x["step"]
-        m = md.for_draft_decode(x["page_table"], x["lens"], step, q_lens=x["active"], **self._sizes)
-        tokens = jax.lax.dynamic_index_in_dim(x["drafts"], step, axis=1, keepdims=False)
-        hidden, pool = self._run_draft(model, x["hidden"], tokens, pool, m, "draft_decode")
-        drafted = _greedy(model.draft_logits(hidden))
-        drafts = jax.lax.dynamic_update_slice_in_dim(x["drafts"], drafted[:, None], step + 1, axis=1)
-        return {"drafts": drafts, "hidden": hidden}, pool
+    def _first_drafts(self, model, hidden) -> Arrays:
+        hidden = hidden[:, None]
+        first = top_drafts(model.draft_logits(hidden), self._tree.widths[0])
+        drafts = jnp.pad(first, ((0, 0), (0, self._tree.size - 1 - first.shape[1])), constant_values=-1)
+        return {"drafts": drafts, "hidden": hidden}
 
-    def _first_draft(self, model, hidden) -> Arrays:
-        drafts = jnp.full((hidden.shape[0], self.shapes.num_drafts), -1, jnp.int32)
-        return {"drafts": drafts.at[:, 0].set(_greedy(model.draft_logits(hidden))), "hidden": hidden}
+    @property
+    def _tree(self) -> DraftTree:
+        assert self.shapes.tree is not None  # these passes exist with a tree only
+        return self.shapes.tree
+
+    def _mask(self, batch: int, rows: slice, columns: slice):
+        """The tree's mask for every request; None for a chain, where causal says it all."""
+        if self._tree.is_chain:
+            return None
+        mask = jnp.asarray(self._tree.mask[rows, columns])
+        return jnp.broadcast_to(mask, (batch, *mask.shape))
 
     def _prompt_metadata(self, x: Arrays) -> md.AttentionMetadata:
         rows = x["tokens" if "tokens" in x else "next_tokens"].shape[0]
@@ -177,7 +232,6 @@ class Passes:
         return _ints() if tail is None else _ints(batch, *tail)
 
     def _prompt_rungs(self, *, drafting: bool = False) -> list[Arrays]:
-        hidden = jax.ShapeDtypeStruct
         return [
             {
                 "page_table": _ints(batch, self.shapes.table_width),
@@ -187,7 +241,7 @@ class Passes:
                     {
                         "next_tokens": _ints(rows),
                         "sampled": _ints(batch),
-                        "hidden": hidden((rows, self._dim), self._dtype),
+                        "hidden": jax.ShapeDtypeStruct((rows, self._dim), self._dtype),
                     }
                     if drafting
                     else {"tokens": _ints(rows)}

@@ -12,7 +12,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache.pools import LatentPool
 from mla_attn.cache.write import read_latent, write_latent
@@ -62,17 +62,29 @@ def _absorbed_step(name: str, summary: str):
         spec: MLASpec,
         *,
         layer: int | Int[Array, ""] = 0,
+        tree_mask: Bool[Array, "B S M"] | None = None,
         query_scaling: QueryScaling | None = None,
         implementation: str | None = None,
+        batch_invariant: bool = False,
     ) -> tuple[Float[Array, "T H R"], LatentPool]:
         pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
         q_latent, q_rope = (_scaled(q, metadata, query_scaling) for q in (q_latent, q_rope))
-        out = mla_attention(q_latent, q_rope, pool, metadata, spec, layer=layer, implementation=implementation)
+        out = mla_attention(
+            q_latent,
+            q_rope,
+            pool,
+            metadata,
+            spec,
+            layer=layer,
+            tree_mask=tree_mask,
+            implementation=implementation,
+            batch_invariant=batch_invariant,
+        )
         return cast(Array, out), pool
 
     step.__name__ = step.__qualname__ = name
     step.__doc__ = f"{summary}\n{_ABSORBED_DOC}"
-    return jax.jit(step, static_argnames=_STATIC, donate_argnames="pool")
+    return jax.jit(step, static_argnames=(*_STATIC, "batch_invariant"), donate_argnames="pool")
 
 
 _ABSORBED_DOC = """
@@ -85,8 +97,10 @@ _ABSORBED_DOC = """
         metadata: from the mode's builder; its ``slots`` say where the rows go.
         spec: static facts of the attention.
         layer: layer of the pool, a Python int or an int32 scalar.
+        tree_mask: of ``mla_attention``, for verifying or drafting trees.
         query_scaling: position-dependent scaling of the queries.
         implementation: of ``mla_attention``.
+        batch_invariant: of ``mla_attention``.
 
     Returns:
         ``(out [T, H, R], pool)``; ``out`` is in latent space.

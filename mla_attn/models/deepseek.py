@@ -9,8 +9,8 @@ are computed in float32.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
-from numpy.typing import DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn import steps
 from mla_attn.cache import LatentPool
@@ -65,6 +65,7 @@ class DeepseekForCausalLM(nnx.Module):
         metadata: AttentionMetadata,
         *,
         mode: str,
+        tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "T dim"], LatentPool]:
         """Run the rows of this call through all layers, writing their cache rows.
@@ -75,16 +76,18 @@ class DeepseekForCausalLM(nnx.Module):
             metadata: where rows stand, what they see and where they are written.
             mode: the function of ``mla_attn.steps`` that attends: prefill, extend, decode, target_verify, draft_extend
                 or draft_decode. Prefill and extend run over expanded keys and values, the others absorbed.
+            tree_mask: which tokens of a draft tree each row sees, for the absorbed modes.
             implementation: of the attention ops, None for the best available.
 
         Returns:
             Hidden states after the final norm, and the pool.
         """
-        _check_mode(mode)
+        _check_mode(mode, tree_mask)
         cos_sin = _rotation(self.config, metadata)
         x = self.embed_tokens(tokens)
+        step = {"mode": mode, "tree_mask": tree_mask, "implementation": implementation}
         for layer, block in enumerate(self.layers):
-            x, pool = block(x, cos_sin, pool, metadata, layer=layer, mode=mode, implementation=implementation)
+            x, pool = block(x, cos_sin, pool, metadata, layer=layer, **step)
         return self.norm(x), pool
 
     def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
@@ -101,6 +104,7 @@ class DeepseekForCausalLM(nnx.Module):
         metadata: AttentionMetadata,
         *,
         mode: str,
+        tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "T dim"], LatentPool]:
         """Run the draft layer: the row at position t predicts token t + 2 (arXiv:2412.19437, section 2.2).
@@ -111,6 +115,7 @@ class DeepseekForCausalLM(nnx.Module):
             pool: the same pool; the draft layer's rows are its layer ``num_hidden_layers``.
             metadata: rows at positions t.
             mode: as in ``__call__``.
+            tree_mask: as in ``__call__``.
             implementation: as in ``__call__``.
 
         Returns:
@@ -119,13 +124,11 @@ class DeepseekForCausalLM(nnx.Module):
         Raises:
             ValueError: the model has no draft layer.
         """
-        _check_mode(mode)
+        _check_mode(mode, tree_mask)
         self._require_mtp()
         cos_sin = _rotation(self.config, metadata)
-        layer = self.config.num_hidden_layers
-        return self.mtp(
-            hidden, next_tokens, cos_sin, pool, metadata, layer=layer, mode=mode, implementation=implementation
-        )
+        step = {"mode": mode, "tree_mask": tree_mask, "implementation": implementation}
+        return self.mtp(hidden, next_tokens, cos_sin, pool, metadata, layer=self.config.num_hidden_layers, **step)
 
     def draft_logits(self, draft_hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of hidden states that ``draft`` returned."""
@@ -209,12 +212,13 @@ class Attention(nnx.Module):
         self.w_uv = _weight(rngs, (heads, config.v_head_dim, rank), dtype)
         self.o_proj = Linear(heads * config.v_head_dim, dim, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, cos_sin, pool, metadata, *, layer: int, mode: str, implementation: str | None):
+    def __call__(self, x, cos_sin, pool, metadata, *, layer: int, mode: str, tree_mask, implementation):
         q_nope, q_rope = self._queries(x, cos_sin)
         latent, rope = self._latent(x, cos_sin)
         step, options = getattr(steps, mode), {"layer": layer, "implementation": implementation}
         if mode in ABSORBED_MODES:
             q_latent = _einsum("thd,hdr->thr", q_nope, self.w_uk[...])
+            options["tree_mask"] = tree_mask
             out, pool = step(q_latent, q_rope, latent, rope, pool, metadata, self.spec, **options)
             out = _einsum("thr,hvr->thv", out, self.w_uv[...])
         else:
@@ -371,9 +375,11 @@ def _rotation(config: DeepseekConfig, metadata: AttentionMetadata):
     return rotation(metadata.positions, config.qk_rope_head_dim, config.rope_theta, config.yarn)
 
 
-def _check_mode(mode: str):
+def _check_mode(mode: str, tree_mask):
     if mode not in EXPANDED_MODES + ABSORBED_MODES:
         raise ValueError(f"mode={mode!r} must be one of {', '.join(EXPANDED_MODES + ABSORBED_MODES)}")
+    if tree_mask is not None and mode in EXPANDED_MODES:
+        raise ValueError(f"tree_mask with mode={mode!r}: must be one of {', '.join(ABSORBED_MODES)}")
 
 
 def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:

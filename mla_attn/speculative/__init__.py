@@ -1,5 +1,25 @@
-"""Speculative decoding: which drafts are accepted."""
+"""Speculative decoding: draft trees, and which drafts the target accepts."""
 
-from mla_attn.speculative.acceptance import Acceptance, accept_greedy
+from mla_attn.speculative.acceptance import Acceptance, accept_greedy, accept_sampled
+from mla_attn.speculative.tree import (
+    DraftTree,
+    PrunedTree,
+    accept_tree,
+    mask_of_parents,
+    path_moves,
+    prune,
+    top_drafts,
+)
 
-__all__ = ["Acceptance", "accept_greedy"]
+__all__ = [
+    "Acceptance",
+    "DraftTree",
+    "PrunedTree",
+    "accept_greedy",
+    "accept_sampled",
+    "accept_tree",
+    "mask_of_parents",
+    "path_moves",
+    "prune",
+    "top_drafts",
+]

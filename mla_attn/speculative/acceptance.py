@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, Key
 
 
 @jax.tree_util.register_dataclass
@@ -38,8 +38,8 @@ def accept_greedy(drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_
     """
     if targets.shape != (drafts.shape[0], drafts.shape[1] + 1):
         raise ValueError(f"targets has shape {targets.shape}, must be [B, K + 1] for drafts of {drafts.shape}")
-    column = jnp.arange(targets.shape[1])
-    right = (drafts == targets[:, :-1]) & (drafts >= 0) & (column[1:] < q_lens[:, None])
+    column = jnp.arange(targets.shape[1], dtype=jnp.int32)[None]
+    right = (drafts == targets[:, :-1]) & (drafts >= 0) & (column[:, 1:] < q_lens[:, None])
     accepted = jnp.cumprod(right, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     live = q_lens > 0
     emitted = jnp.where((column <= accepted[:, None]) & live[:, None], targets, -1)
@@ -48,4 +48,58 @@ def accept_greedy(drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_
         emitted=emitted,
         num_emitted=jnp.where(live, accepted + 1, 0),
         next_tokens=jnp.where(live, jnp.take_along_axis(targets, accepted[:, None], axis=1)[:, 0], 0),
+    )
+
+
+def accept_sampled(
+    keys: Key[Array, "B"],
+    drafts: Int[Array, "B K"],
+    draft_probs: Float[Array, "B K vocab"] | None,
+    target_probs: Float[Array, "B tokens vocab"],
+    q_lens: Int[Array, "B"],
+) -> Acceptance:
+    """Speculative sampling (arXiv:2211.17192, algorithm 1): the emitted tokens are distributed as the target's.
+
+    Draft d is accepted with probability ``min(1, p(d) / q(d))``; the first one that is not is replaced by a token drawn
+    from ``max(p - q, 0)``, normalised. When all are accepted the bonus token is drawn from p.
+
+    Args:
+        keys: a random key per request, so that a request's tokens do not depend on its batch.
+        drafts: drafted tokens; -1 stands for no draft and is never accepted.
+        draft_probs: q, the distributions that the drafts were drawn from; None if they were not drawn but chosen
+            (greedy or top-k drafts), so that q is one at the draft and zero elsewhere.
+        target_probs: p after each row (anchor first), [B, K + 1, vocab].
+        q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
+    """
+    batch, count = drafts.shape
+    if target_probs.shape[:2] != (batch, count + 1):
+        raise ValueError(f"target_probs has shape {target_probs.shape}, must be [B, K + 1, vocab] for {drafts.shape}")
+    if draft_probs is not None and draft_probs.shape != (batch, count, target_probs.shape[2]):
+        raise ValueError(f"draft_probs has shape {draft_probs.shape}, must be [B, K, vocab] for {drafts.shape}")
+    vocab = target_probs.shape[2]
+    column = jnp.arange(count, dtype=jnp.int32)[None]
+    real = (drafts >= 0) & (column + 1 < q_lens[:, None])
+    q = jax.nn.one_hot(drafts, vocab, dtype=target_probs.dtype) if draft_probs is None else draft_probs
+    q = jnp.where(real[:, :, None], q, jnp.zeros((), q.dtype))  # no draft takes nothing from p
+    token = jnp.maximum(drafts, 0)[:, :, None]
+    p_draft, q_draft = (jnp.take_along_axis(x, token, axis=2)[:, :, 0] for x in (target_probs[:, :-1], q))
+    judge, draw = jax.vmap(lambda key: tuple(jax.random.split(key)), out_axes=0)(keys)
+    chance = jax.vmap(lambda key: jax.random.uniform(key, (count,)))(judge)
+    taken = real & (chance * q_draft < p_draft)
+    accepted = jnp.cumprod(taken, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+
+    p_next = jnp.take_along_axis(target_probs, accepted[:, None, None], axis=1)[:, 0]
+    q_next = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+    q_next = jnp.take_along_axis(q_next, accepted[:, None, None], axis=1)[:, 0]
+    rest = jnp.maximum(p_next - q_next, 0)
+    rest = jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)  # p = q up to rounding
+    corrections = jax.vmap(jax.random.categorical)(draw, jnp.log(rest)).astype(jnp.int32)
+    column = jnp.arange(count + 1, dtype=jnp.int32)[None]
+    tokens = jnp.where(column < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), corrections[:, None])
+    live = q_lens > 0
+    return Acceptance(
+        accepted_drafts=jnp.where(live, accepted, 0),
+        emitted=jnp.where((column <= accepted[:, None]) & live[:, None], tokens, -1),
+        num_emitted=jnp.where(live, accepted + 1, 0),
+        next_tokens=jnp.where(live, corrections, 0),
     )

@@ -1,0 +1,213 @@
+"""Draft trees: their shape, their masks, and the path the target model accepts.
+
+Row 0 of a request is the anchor, the last emitted token; the other rows are drafts, parents before children. Row i of
+the verify call is cached at position ``prefix + i`` and *stands* (for rotary embeddings) at ``prefix + depth``. The
+accepted path is then brought into place by ``move_rows``.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_attn.speculative.acceptance import Acceptance
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTree:
+    """A tree in which every node at depth d has ``widths[d]`` children; all widths 1 is a chain of drafts.
+
+    Nodes are numbered level by level, the anchor first, children of one parent side by side, likeliest first.
+    """
+
+    widths: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"widths={self.widths} must be one or more integers of at least 1")
+
+    @classmethod
+    def parse(cls, text: str) -> "DraftTree":
+        """From "3x2x1": three drafts after the anchor, two after each of them, one after each of those."""
+        parts = text.split("x")
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise ValueError(f"tree {text!r} must be widths of at least 1 joined by x, as 3x2x1")
+        return cls(tuple(map(int, parts)))
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that can be accepted."""
+        return len(self.widths)
+
+    @property
+    def is_chain(self) -> bool:
+        return max(self.widths) == 1
+
+    @functools.cached_property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Nodes at each depth, the anchor's 1 included."""
+        return tuple(math.prod(self.widths[:d]) for d in range(self.depth + 1))
+
+    @functools.cached_property
+    def level_starts(self) -> tuple[int, ...]:
+        """Number of the first node at each depth."""
+        return tuple(sum(self.level_sizes[:d]) for d in range(self.depth + 1))
+
+    @property
+    def size(self) -> int:
+        """Rows S of a verify call: all nodes, the anchor included."""
+        return sum(self.level_sizes)
+
+    @functools.cached_property
+    def parents(self) -> np.ndarray:
+        """int32 [S], parent of each node; -1 for the anchor."""
+        parents = [-1]
+        for depth, width in enumerate(self.widths):
+            first = self.level_starts[depth]
+            parents += [first + i // width for i in range(self.level_sizes[depth] * width)]
+        return np.array(parents, np.int32)
+
+    @functools.cached_property
+    def depths(self) -> np.ndarray:
+        """int32 [S], drafts between each node and the anchor, itself included."""
+        return np.repeat(np.arange(self.depth + 1, dtype=np.int32), self.level_sizes)
+
+    @functools.cached_property
+    def mask(self) -> np.ndarray:
+        """bool [S, S]: node i sees node j if j is i or an ancestor of it."""
+        mask = np.eye(self.size, dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+
+def mask_of_parents(parents: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
+    """The mask of trees that differ by request: row i sees itself and its ancestors.
+
+    Args:
+        parents: parent row of each row, always before it; -1 for the anchor and for rows that are not there.
+    """
+    rows = parents.shape[1]
+    direct = parents[:, :, None] == jnp.arange(rows, dtype=parents.dtype)[None, None]
+    mask = jnp.broadcast_to(jnp.eye(rows, dtype=bool)[None], direct.shape)
+    # Reachable in 1, 2, 4, ... steps: squaring covers any depth.
+    for _ in range(max(1, (rows - 1).bit_length())):
+        step = (mask | direct).astype(jnp.float32)
+        mask = jnp.einsum("bij,bjk->bik", step, step) > 0
+    return mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrunedTree:
+    """Trees cut to a budget, each request its own: ``tokens``, ``parents``, ``depths`` int32 [B, S]; rows that are not
+    there hold token -1, parent -1 and depth 0."""
+
+    tokens: Int[Array, "B S"]
+    parents: Int[Array, "B S"]
+    depths: Int[Array, "B S"]
+
+
+def prune(
+    tokens: Int[Array, "B nodes"], log_probs: Float[Array, "B nodes"], tree: DraftTree, *, budget: int
+) -> PrunedTree:
+    """Keep the anchor and the ``budget`` likeliest drafts of a full tree (EAGLE-2, arXiv:2406.16858, section 4.2).
+
+    A draft's likelihood is the product of the draft model's probabilities on its path. It never exceeds its parent's,
+    and of equals the earlier node wins, so ancestors are kept with their descendants.
+
+    Args:
+        tokens: of all nodes, the anchor first; -1 for drafts that are not there.
+        log_probs: of each draft given its parent; the anchor's is ignored.
+        tree: shape of the full tree.
+        budget: drafts to keep, 1 to ``tree.size - 1``.
+    """
+    if not 1 <= budget <= tree.size - 1:
+        raise ValueError(f"budget={budget} must be 1 to {tree.size - 1}, the drafts of the tree")
+    path = jnp.where(tokens < 0, -jnp.inf, log_probs.astype(jnp.float32)).at[:, 0].set(0.0)
+    for level in range(1, tree.depth + 1):
+        nodes = slice(tree.level_starts[level], tree.level_starts[level] + tree.level_sizes[level])
+        path = path.at[:, nodes].add(path[:, tree.parents[nodes]])
+    order = jnp.argsort(-path.at[:, 0].set(jnp.inf), axis=1, stable=True)[:, : budget + 1]
+    kept = jnp.sort(order, axis=1)  # numbered level by level still: parents before children
+    there = jnp.take_along_axis(path, kept, axis=1) > -jnp.inf
+    place = jnp.zeros(tokens.shape, jnp.int32)
+    place = jax.vmap(lambda p, k: p.at[k].set(jnp.arange(budget + 1, dtype=jnp.int32)))(place, kept)
+    parents = jnp.asarray(tree.parents)[kept]
+    parents = jnp.where(there & (parents >= 0), jnp.take_along_axis(place, jnp.maximum(parents, 0), axis=1), -1)
+    return PrunedTree(
+        tokens=jnp.where(there, jnp.take_along_axis(tokens, kept, axis=1), -1),
+        parents=parents,
+        depths=jnp.where(there, jnp.asarray(tree.depths)[kept], 0),
+    )
+
+
+def accept_tree(
+    tokens: Int[Array, "B S"],
+    parents: Int[Array, "B S"],
+    targets: Int[Array, "B S"],
+    q_lens: Int[Array, "B"],
+    *,
+    max_depth: int,
+) -> tuple[Acceptance, Int[Array, "B depth"]]:
+    """Follow the target's tokens from the anchor down the tree as long as a child holds them (arXiv:2305.09781).
+
+    With ``targets`` the target's greedy tokens, the result is greedy decoding. With ``targets`` drawn from the target's
+    distribution at each row it is sampling from the target, exactly, because drafts are points: a child is taken with
+    the probability of its token.
+
+    Args:
+        tokens: token of each row, the anchor first; -1 stands for no draft and is never accepted.
+        parents: parent row of each row, -1 for the anchor.
+        targets: the target's token after each row.
+        q_lens: rows of each request in the verify call; 0 on padding rows. Rows past it are no drafts.
+        max_depth: most drafts that can be accepted, static.
+
+    Returns:
+        The outcome, ``emitted`` [B, max_depth + 1], and the accepted rows, anchor first, [B, max_depth + 1], -1 after
+        them.
+    """
+    rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    candidates = (tokens >= 0) & (rows < q_lens[:, None]) & (rows > 0)
+    live = q_lens > 0
+
+    def descend(state, _):
+        row, going = state
+        target = jnp.take_along_axis(targets, row[:, None], axis=1)
+        child = candidates & (parents == row[:, None]) & (tokens == target)
+        found = going & child.any(axis=1)
+        taken = jnp.argmax(child, axis=1).astype(jnp.int32)
+        return (jnp.where(found, taken, row), found), (jnp.where(going, target[:, 0], -1), jnp.where(going, row, -1))
+
+    start = (jnp.zeros(tokens.shape[0], jnp.int32), live)
+    (last, _), (emitted, path) = jax.lax.scan(descend, start, length=max_depth + 1)
+    count = (path >= 0).sum(axis=0, dtype=jnp.int32)
+    return Acceptance(
+        accepted_drafts=jnp.maximum(count - 1, 0),
+        emitted=emitted.T,
+        num_emitted=count,
+        next_tokens=jnp.where(live, jnp.take_along_axis(targets, last[:, None], axis=1)[:, 0], 0),
+    ), path.T
+
+
+def path_moves(
+    slots: Int[Array, "B S"], path: Int[Array, "B depth"]
+) -> tuple[Int[Array, "moves"], Int[Array, "moves"]]:
+    """Arguments ``src, dst`` of ``move_rows`` that bring the rows of an accepted path next to each other.
+
+    Args:
+        slots: where the verify call wrote each row.
+        path: accepted rows of ``accept_tree``.
+    """
+    src = jnp.where(path >= 0, jnp.take_along_axis(slots, jnp.maximum(path, 0), axis=1), -1)
+    return src.ravel(), slots[:, : path.shape[1]].ravel()
+
+
+def top_drafts(logits: Float[Array, "B nodes vocab"], width: int) -> Int[Array, "B children"]:
+    """The ``width`` likeliest tokens after each node, likeliest first: the next level of a tree."""
+    return jax.lax.top_k(logits, width)[1].reshape(logits.shape[0], -1).astype(jnp.int32)
