@@ -8,7 +8,7 @@ import pytest
 
 import source_tree
 
-pytest.register_assert_rewrite("checkpoints", "helpers", "oracle")
+pytest.register_assert_rewrite("checkpoints", "helpers", "oracle", "ops.base")
 SHAPES_CHECKED = source_tree.install()
 
 
