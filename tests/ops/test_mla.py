@@ -2,25 +2,11 @@
 
 from typing import ClassVar
 
-import jax
 import pytest
 
-import mla_attn.xla.blockwise as xla_blockwise
-import mla_attn.xla.mla as xla_mla
+import mla_attn.xla.mla
 from ops.base import MLATests
-
-
-class OneBranch:
-    """``jax.lax`` with the choice by platform made in advance."""
-
-    def __init__(self, platform):
-        self.platform = platform
-
-    def __getattr__(self, name):
-        return getattr(jax.lax, name)
-
-    def platform_dependent(self, *args, **branches):
-        return branches[self.platform](*args)
+from ops.lanes import shrink
 
 
 class TestReference(MLATests):
@@ -37,10 +23,7 @@ class TestXLA(MLATests):
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr(xla_mla, "_BLOCK_KEYS", self.block_keys)
-        monkeypatch.setattr(xla_blockwise, "_TILE_ROWS", 4)
-        monkeypatch.setattr(xla_blockwise, "_LANE_ROWS", 20)
-        monkeypatch.setattr(xla_mla, "lax", OneBranch(self.platform))
+        shrink(monkeypatch, mla_attn.xla.mla, block_keys=self.block_keys, platform=self.platform)
 
 
 class TestXLALanes(TestXLA):
