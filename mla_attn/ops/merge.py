@@ -44,20 +44,23 @@ def merge_states(
         check_type(f"lses[{i}]", lse, jnp.floating)
     if sinks is not None:
         check_shape("sinks", sinks, tuple(outs[0].shape[-2:-1]), "[H] of outs")
+        check_type("sinks", sinks, jnp.floating)
 
     lses = [lse.astype(jnp.float32) for lse in lses]
     top = lses[0]
     for lse in lses[1:]:
         top = jnp.maximum(top, lse)
     shift = jnp.where(jnp.isneginf(top), 0.0, top)  # all empty: -inf - -inf would be NaN
-    total = sum((jnp.exp(lse - shift) for lse in lses), jnp.zeros_like(shift))
+    weights = [jnp.exp(lse - shift) for lse in lses]
+    total = sum(weights, jnp.zeros_like(shift))
     filled = total > 0
-    lse = jnp.where(filled, shift + jnp.log(jnp.where(filled, total, 1.0)), -jnp.inf)
+    total = jnp.where(filled, total, 1.0)
+    lse = jnp.where(filled, shift + jnp.log(total), -jnp.inf)
     # exp(lse) / (exp(lse) + exp(sink))
-    kept = 1.0 if sinks is None else jax.nn.sigmoid(lse - sinks.astype(jnp.float32))
+    kept = 1.0 if sinks is None else jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None])
     merged = jnp.full(outs[0].shape, -0.0, jnp.float32)  # the identity of addition: 0.0 would turn -0.0 into 0.0
-    for out, part in zip(outs, lses, strict=True):
-        share = jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(filled, lse, 0.0)) * kept)[..., None]
+    for out, weight in zip(outs, weights, strict=True):
+        share = (weight / total * kept)[..., None]  # not exp(part - lse): a large lse is rounded more than its parts
         merged += jnp.where(share > 0, out.astype(jnp.float32) * share, -0.0)
     merged = jnp.where(filled[..., None], merged, 0.0)
     return merged.astype(outs[0].dtype if out_dtype is None else out_dtype), lse
