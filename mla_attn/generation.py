@@ -259,6 +259,7 @@ class _Run:
     def _emit(self, tokens: list[list[int]]) -> int:
         """Append each active request's new tokens, up to a stop token or the limit; returns how many were kept."""
         kept = 0
+        self.active = self.active.copy()  # a step that still runs may read the old one
         for request, new in enumerate(tokens):
             if not self.active[request]:
                 continue
@@ -272,8 +273,6 @@ class _Run:
                 self.active[request] = 0
             if self.on_tokens is not None:
                 self.on_tokens(request, new)
-        # The array itself may still be read by a running step: the next one gets its own.
-        self.active = self.active.copy()
         return kept
 
 
