@@ -12,3 +12,8 @@ def check_type(name: str, array, kind) -> None:
     if not jnp.issubdtype(array.dtype, kind):
         allowed = "a floating dtype" if kind is jnp.floating else jnp.dtype(kind).name
         raise ValueError(f"{name} has dtype {array.dtype}, must be {allowed}")
+
+
+def check_out_dtype(out_dtype) -> None:
+    if out_dtype is not None and not jnp.issubdtype(out_dtype, jnp.floating):
+        raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a floating dtype")

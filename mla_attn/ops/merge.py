@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mla_attn.ops.checks import check_shape, check_type
+from mla_attn.ops.checks import check_out_dtype, check_shape, check_type
 
 
 def merge_states(
@@ -42,6 +42,7 @@ def merge_states(
         check_shape(f"lses[{i}]", lse, tuple(outs[0].shape[:-1]), "leading axes of outs[0]")
         check_type(f"outs[{i}]", out, jnp.floating)
         check_type(f"lses[{i}]", lse, jnp.floating)
+    check_out_dtype(out_dtype)
     if sinks is not None:
         check_shape("sinks", sinks, tuple(outs[0].shape[-2:-1]), "[H] of outs")
         check_type("sinks", sinks, jnp.floating)

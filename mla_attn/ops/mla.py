@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_attn.cache.pools import LatentPool
 from mla_attn.dispatch import Implementation, choose
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops.checks import check_shape, check_type
+from mla_attn.ops.checks import check_out_dtype, check_shape, check_type
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
 from mla_attn.xla.mla import mla_attention as xla_mla
@@ -95,6 +95,7 @@ def mla_attention(
         NotImplementedError: no implementation (or not the named one) serves the call, with the reason.
     """
     _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer)
+    check_out_dtype(out_dtype)
     call = MLACall(
         spec=spec,
         page_size=pool.page_size,
@@ -145,8 +146,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
         raise ValueError(f"metadata.page_table has shape {metadata.page_table.shape}: W must be at least 1")
     if metadata.max_q_len < 1 or metadata.kv_stride < 1:
         raise ValueError(f"max_q_len={metadata.max_q_len} and kv_stride={metadata.kv_stride} must be at least 1")
-    if isinstance(layer, int) and not 0 <= layer < pool.num_layers:
-        raise ValueError(f"layer={layer} must be 0 to {pool.num_layers - 1}")
+    _check_layer(layer, pool.num_layers)
     if spec.window is not None and not causal:
         raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
     if tree_mask is not None:
@@ -160,3 +160,14 @@ def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
                 f"tree_mask is {tree_mask.dtype}{list(tree_mask.shape)}, must be bool [B, S, M] = "
                 f"[{batch}, {rows}, at least {rows}]"
             )
+
+
+def _check_layer(layer, num_layers):
+    if isinstance(layer, jax.Array):  # its value is known at run time only
+        check_shape("layer", layer, (), "one number")
+        if not jnp.issubdtype(layer.dtype, jnp.integer):
+            raise ValueError(f"layer has dtype {layer.dtype}, must be an integer dtype")
+    elif not isinstance(layer, int | np.integer):
+        raise ValueError(f"layer={layer} must be an integer or an array of one")
+    elif not 0 <= layer < num_layers:
+        raise ValueError(f"layer={layer} must be 0 to {num_layers - 1}")

@@ -1,6 +1,7 @@
 """Attention over packed, unpaged keys and values: prefill, and chunks of a cached prefix after expansion."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mla_attn.dispatch import Implementation, choose
-from mla_attn.ops.checks import check_shape, check_type
+from mla_attn.ops.checks import check_out_dtype, check_shape, check_type
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
@@ -84,11 +85,14 @@ def ragged_attention(
         ValueError: wrong shape, dtype or static value, when traced.
         NotImplementedError: no implementation (or not the named one) serves the call, with the reason.
     """
+    for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[Tk, K, D]"), ("v", v, "[Tk, K, V]")):
+        if array.ndim != 3:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {axes}")
     rows, keys = q.shape[0], k.shape[0]
     kv_heads, qk_dim = k.shape[1:]
     check_shape("q", q, (rows, q.shape[1], qk_dim), "[T, H, D] with k's D")
     check_shape("v", v, (keys, kv_heads, v.shape[-1]), "[Tk, K, V] with k's Tk and K")
-    if q.shape[1] % kv_heads:
+    if kv_heads == 0 or q.shape[1] % kv_heads:
         raise ValueError(f"q has {q.shape[1]} heads, must be a multiple of k's {kv_heads}")
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_type(name, array, jnp.floating)
@@ -100,10 +104,13 @@ def ragged_attention(
     for name, value in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
         if value < 1:
             raise ValueError(f"{name}={value} must be an integer of at least 1")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale={scale} must be a positive finite number")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be None or positive")
+    check_out_dtype(out_dtype)
 
     call = RaggedCall(heads=q.shape[1], kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v.shape[-1])
     chosen = choose("ragged_attention", call, IMPLEMENTATIONS, implementation)
