@@ -1,10 +1,17 @@
-"""``mla_attention``: the shared tests for each implementation."""
+"""``mla_attention``: the shared tests for each implementation, and the errors of the op."""
 
+import dataclasses
+import functools
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import helpers
 import mla_attn.xla.mla
+from mla_attn.ops import mla_attention
 from ops.base import MLATests
 from ops.lanes import shrink
 
@@ -34,3 +41,77 @@ class TestXLALanes(TestXLA):
     # What lanes have no part in, TestXLA has tested.
     test_one_layer_read_by_a_number = test_layer_scanned_over = test_page_sizes = test_latent_sizes = None
     test_pages_of_a_shared_pool = test_result_types = test_out_dtype = test_batch_invariant = None
+
+
+@pytest.fixture
+def call(unchecked):
+    """Runs a right call of two requests with some arguments, fields or static facts changed."""
+    batch = helpers.poisoned_batch(0, kv_lens=[5, 9], q_lens=[1, 2], num_layers=2)
+
+    def run(*, metadata=None, pool=None, spec=None, **changes):
+        arguments = {
+            "q_latent": batch.q_latent,
+            "q_rope": batch.q_rope,
+            "pool": dataclasses.replace(batch.pool, **(pool or {})),
+            "metadata": dataclasses.replace(batch.metadata, **(metadata or {})),
+            "spec": dataclasses.replace(batch.spec, **(spec or {})),
+            **changes,
+        }
+        return jax.eval_shape(functools.partial(mla_attention, **arguments))
+
+    return run
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def test_the_call_without_changes_is_right(call):
+    assert call().shape == (4, 2, 32)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q_latent": zeros(4, 2, 33)}, r"q_latent has shape \(4, 2, 33\), must be \(4, 2, 32\)"),
+        ({"q_latent": zeros(5, 2, 32)}, r"q_latent has shape \(5, 2, 32\), must be \(4, 2, 32\)"),
+        ({"q_latent": zeros(4, 64)}, r"q_latent has shape \(4, 64\), must be \(4, 2, 32\)"),
+        ({"q_rope": zeros(4, 2, 8)}, r"q_rope has shape \(4, 2, 8\), must be \(4, 2, 16\)"),
+        ({"q_latent": zeros(4, 2, 32, dtype=int)}, "q_latent has dtype int32, must be a floating"),
+        ({"q_rope": zeros(4, 2, 16, dtype=jnp.bfloat16)}, "q_rope has dtype bfloat16, must be q_latent's float32"),
+        ({"spec": {"num_heads": 3}}, r"q_latent has shape \(4, 2, 32\), must be \(4, 3, 32\)"),
+        ({"pool": {"kv_lora_rank": 40}}, r"pool holds rows of 40 \+ 8 channels, must be spec's 32 \+ 16"),
+        ({"layer": 2}, "layer=2 must be 0 to 1"),
+        ({"layer": -1}, "layer=-1 must be 0 to 1"),
+        ({"layer": np.int32(2)}, "layer=2 must be 0 to 1"),
+        ({"layer": 0.5}, "layer=0.5 must be an integer"),
+        ({"layer": zeros(1, dtype=int)}, r"layer has shape \(1,\), must be \(\)"),
+        ({"layer": zeros()}, "layer has dtype float32, must be an integer dtype"),
+        ({"causal": False, "spec": {"window": 3}}, "causal=False with window=3"),
+        ({"out_dtype": jnp.int8}, "out_dtype=int8 must be a floating dtype"),
+        ({"metadata": {"kv_lens": zeros(3, dtype=int)}}, r"metadata.kv_lens has shape \(3,\), must be \(2,\)"),
+        ({"metadata": {"q_starts": zeros(2, 1, dtype=int)}}, r"metadata.q_starts has shape \(2, 1\), must be \(2,\)"),
+        ({"metadata": {"kv_lens": zeros(2)}}, "metadata.kv_lens has dtype float32, must be int32"),
+        ({"metadata": {"page_table": zeros(2, 4)}}, "metadata.page_table has dtype float32, must be int32"),
+        ({"metadata": {"page_table": zeros(3, 4, dtype=int)}}, r"page_table has shape \(3, 4\), must be \(2, 4\)"),
+        ({"metadata": {"page_table": zeros(2, 0, dtype=int)}}, r"page_table has shape \(2, 0\): W must be at least 1"),
+        ({"metadata": {"max_q_len": 0}}, "max_q_len=0 and kv_stride=1 must be at least 1"),
+        ({"metadata": {"kv_stride": 0}}, "max_q_len=2 and kv_stride=0 must be at least 1"),
+        (
+            {"tree_mask": zeros(2, 2, 2)},
+            r"tree_mask is float32\[2, 2, 2\], must be bool \[B, S, M\] = \[2, 2, at least 2\]",
+        ),
+        ({"tree_mask": zeros(2, 2, 1, dtype=bool)}, r"tree_mask is bool\[2, 2, 1\]"),
+        ({"tree_mask": zeros(2, 3, 3, dtype=bool)}, r"tree_mask is bool\[2, 3, 3\]"),
+        ({"tree_mask": zeros(2, 2, dtype=bool)}, r"tree_mask has shape \(2, 2\), must be \[B, S, M\]"),
+        ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),
+    ],
+)
+def test_errors(call, change, message):
+    with pytest.raises(ValueError, match=message):
+        call(**change)
+
+
+def test_a_tree_with_a_window_is_not_served(call):
+    with pytest.raises(NotImplementedError, match="tree_mask with window=3"):
+        call(tree_mask=zeros(2, 2, 2, dtype=bool), spec={"window": 3})

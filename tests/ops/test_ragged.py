@@ -1,12 +1,16 @@
-"""``ragged_attention``: the shared tests for each implementation."""
+"""``ragged_attention``: the shared tests for each implementation, and the errors of the op."""
 
+import functools
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import mla_attn.xla.ragged
+from mla_attn.ops import ragged_attention
 from ops.lanes import shrink
-from ops.ragged_base import RaggedTests
+from ops.ragged_base import RaggedTests, ragged_batch
 
 
 class TestReference(RaggedTests):
@@ -31,3 +35,56 @@ class TestXLALanes(TestXLA):
     platform = "default"
     # What lanes have no part in, TestXLA has tested.
     test_dims_of_deepseek = test_values_wider_than_keys = test_out_dtype = None
+
+
+@pytest.fixture
+def call(unchecked):
+    """Runs a right call of two requests with some arguments changed."""
+    batch = ragged_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+
+    def run(**changes):
+        arguments = {"q": batch.q, "k": batch.k, "v": batch.v, **batch.places, "scale": 0.2}
+        arguments |= {"max_q_len": 6, "max_kv_len": 40, **changes}
+        return jax.eval_shape(functools.partial(ragged_attention, **arguments))
+
+    return run
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def test_the_call_without_changes_is_right(call):
+    assert call().shape == (12, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": zeros(12, 4, 25)}, r"q has shape \(12, 4, 25\), must be \(12, 4, 24\)"),
+        ({"q": zeros(12, 24)}, r"q has shape \(12, 24\), must be \[T, H, D\]"),
+        ({"k": zeros(80, 48)}, r"k has shape \(80, 48\), must be \[Tk, K, D\]"),
+        ({"v": zeros(80, 32)}, r"v has shape \(80, 32\), must be \[Tk, K, V\]"),
+        ({"v": zeros(79, 2, 16)}, r"v has shape \(79, 2, 16\), must be \(80, 2, 16\)"),
+        ({"q": zeros(12, 5, 24)}, "q has 5 heads, must be a multiple of k's 2"),
+        ({"k": zeros(80, 0, 24), "v": zeros(80, 0, 16)}, "q has 4 heads, must be a multiple of k's 0"),
+        ({"k": zeros(80, 2, 24, dtype=int)}, "k has dtype int32, must be a floating"),
+        ({"v": zeros(80, 2, 16, dtype=jnp.bfloat16)}, "v has dtype bfloat16, must be k's float32"),
+        ({"q_lens": zeros(3, dtype=int)}, r"q_starts has shape \(2,\), must be \(3,\)"),
+        ({"kv_lens": zeros(3, dtype=int)}, r"kv_lens has shape \(3,\), must be \(2,\)"),
+        ({"kv_starts": zeros(2)}, "kv_starts has dtype float32, must be int32"),
+        ({"max_q_len": 0}, "max_q_len=0 must be an integer of at least 1"),
+        ({"max_kv_len": 0}, "max_kv_len=0 must be an integer of at least 1"),
+        ({"scale": float("nan")}, "scale=nan must be a positive finite number"),
+        ({"scale": 0.0}, "scale=0.0 must be a positive finite number"),
+        ({"window": 0}, "window=0 with causal=True: a window is at least 1"),
+        ({"window": 2, "causal": False}, "window=2 with causal=False"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be None or positive"),
+        ({"soft_cap": float("nan")}, "soft_cap=nan must be None or positive"),
+        ({"out_dtype": jnp.int8}, "out_dtype=int8 must be a floating dtype"),
+        ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),
+    ],
+)
+def test_errors(call, change, message):
+    with pytest.raises(ValueError, match=message):
+        call(**change)

@@ -1,0 +1,36 @@
+"""Static facts: what they hold, and what they refuse."""
+
+import math
+
+import pytest
+
+from mla_attn.specs import MLASpec
+
+DEEPSEEK = {"num_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": 192**-0.5}
+
+
+def test_a_spec_is_a_static_argument():
+    spec = MLASpec(**DEEPSEEK)
+    assert spec.latent_dim == 576
+    assert spec == MLASpec(**DEEPSEEK) and hash(spec) == hash(MLASpec(**DEEPSEEK))
+    assert spec != MLASpec(**DEEPSEEK, window=4)
+    assert MLASpec(**{**DEEPSEEK, "qk_rope_head_dim": 0}).latent_dim == 512
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads=0 must be an integer of at least 1"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank=0 must be an integer of at least 1"),
+        ({"qk_rope_head_dim": -1}, "qk_rope_head_dim=-1 must be an integer of at least 0"),
+        ({"scale": 0.0}, "scale=0.0 must be a positive finite number"),
+        ({"scale": math.inf}, "scale=inf must be a positive finite number"),
+        ({"scale": math.nan}, "scale=nan must be a positive finite number"),
+        ({"window": 0}, "window=0 must be None or at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be None or positive"),
+        ({"soft_cap": math.nan}, "soft_cap=nan must be None or positive"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        MLASpec(**{**DEEPSEEK, **change})
