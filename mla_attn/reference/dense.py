@@ -76,6 +76,7 @@ def to_rows(
 ) -> Float[Array, "T *rest"]:
     """The inverse of ``to_blocks``; rows nobody owns hold ``fill``."""
     offset = jnp.arange(block.shape[1])[None]
-    target = jnp.where(offset < lens[:, None], starts[:, None] + offset, num_rows)
+    target = starts[:, None] + offset
+    target = jnp.where((offset < lens[:, None]) & (target >= 0), target, num_rows)  # a negative index would wrap
     rows = jnp.full((num_rows, *block.shape[2:]), fill, block.dtype)
     return rows.at[target].set(block, mode="drop")

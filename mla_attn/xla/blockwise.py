@@ -13,7 +13,6 @@ merged in key order at the end.
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -24,10 +23,14 @@ from mla_attn.metadata import row_owners
 # that are not there.
 _TILE_ROWS = 256
 
+# Keys a block aims at: a CPU wants one that stays in its cache, a GPU few trips through the loop.
+_CPU_BLOCK_KEYS = 512
+_GPU_BLOCK_KEYS = 1024
+
 # Rows of all lanes together. A GPU runs one item per lane at once and needs them to fill it; the scores of all lanes
 # are held in float32, LANE_ROWS times the keys of a block.
-_LANE_ROWS = 8192
-_MAX_LANES = 128
+_LANE_ROWS = 16384
+_MAX_LANES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +66,14 @@ class Rules:
     tree_mask: Bool[Array, "B S M"] | None = None
 
 
-# fetch(requests [lanes], first_slots [lanes]) -> keys [lanes, n, K, D], values [lanes, n, K, V]
-Fetch = Callable[[Array, Array], tuple[Array, Array]]
+# fetch(requests [lanes], first_slots [lanes], seen bool [lanes, n]) -> keys [lanes, n, K, D], values [lanes, n, K, V],
+# both zero where not seen: weight 0 does not silence a NaN value.
+Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
+
+
+def block_keys(*, parallel: bool) -> int:
+    """Keys per block that suit the device."""
+    return _GPU_BLOCK_KEYS if parallel else _CPU_BLOCK_KEYS
 
 
 def make_plan(
@@ -78,16 +87,15 @@ def make_plan(
 
 
 def blockwise_attention(
-    q: Float[Array, "T H D"], fetch: Fetch, batch: Batch, plan: Plan, rules: Rules
+    q: Float[Array, "T H D"], fetch: Fetch, values: tuple[int, int], batch: Batch, plan: Plan, rules: Rules
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
-    """Attention of packed query rows over keys that ``fetch(requests, first_slots)`` brings, a block per lane.
+    """Attention of packed query rows over keys that ``fetch`` brings, a block per lane; ``values`` is (K, V).
 
     Returns float32 ``out`` and natural-log ``lse``; rows that see no key, and rows nobody owns, give 0 and -inf.
     """
     requests = batch.q_starts.shape[0]
     rows, heads, _ = q.shape
-    _, v = jax.eval_shape(fetch, *(jax.ShapeDtypeStruct((plan.lanes,), jnp.int32),) * 2)
-    kv_heads, v_dim = v.shape[2:]
+    kv_heads, v_dim = values
     if rows == 0 or requests == 0:
         return jnp.zeros((rows, heads, v_dim)), jnp.full((rows, heads), -jnp.inf)
 
@@ -104,8 +112,8 @@ def blockwise_attention(
         tile = jnp.where(alive, jnp.searchsorted(ends, item, side="right").astype(jnp.int32), count.shape[0] - 1)
         block = first[tile] + item - (ends[tile] - count[tile])
         request, start = tile // plan.tiles, tile % plan.tiles * plan.tile
-        k, v = fetch(request, block * plan.block)
         visible = _visible(batch, plan, rules, request, start, block) & alive[:, None, None]
+        k, v = fetch(request, block * plan.block, visible.any(axis=1))
         q_rows = (batch.q_starts[request] + start)[:, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None]
         q_tile = q[jnp.clip(q_rows, 0, rows - 1)].reshape(plan.lanes, plan.tile, kv_heads, group, -1)
         q_tile = q_tile.swapaxes(1, 2).reshape(plan.lanes, kv_heads, plan.tile * group, -1)
@@ -179,8 +187,6 @@ def _update(state, q, k, v, visible, rules: Rules):
     shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)  # no key yet: -inf - -inf would be NaN
     weights = jnp.exp(scores - shift[..., None])
     decay = jnp.exp(top - shift)
-    # Weight 0 does not silence a NaN value: rows no query of the tile sees are zeroed.
-    v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
     added = jnp.einsum(
         "lkrn,lnkv->lkrv", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
     )
@@ -199,11 +205,14 @@ def _merge_lanes(state, count, ends, share, lanes: int):
     def add(i, merged):
         part = _take(state, jnp.minimum(tiles + first + i, state[0].shape[0] - 1))
         top, total, acc = merged
-        new = jnp.where((i < parts)[:, None, None], part[0], -jnp.inf)
-        new_top = jnp.maximum(top, new)
+        # Past a tile's last part stands another request's row, whose NaN a weight of 0 would not silence.
+        own = (i < parts)[:, None, None]
+        part_top = jnp.where(own, part[0], -jnp.inf)
+        part_total, part_acc = jnp.where(own, part[1], 0.0), jnp.where(own[..., None], part[2], 0.0)
+        new_top = jnp.maximum(top, part_top)
         shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-        a, b = jnp.exp(top - shift), jnp.exp(new - shift)
-        return new_top, total * a + part[1] * b, acc * a[..., None] + part[2] * b[..., None]
+        a, b = jnp.exp(top - shift), jnp.exp(part_top - shift)
+        return new_top, total * a + part_total * b, acc * a[..., None] + part_acc * b[..., None]
 
     empty = tuple(
         jnp.full((count.shape[0], *x.shape[1:]), fill) for x, fill in zip(state, (-jnp.inf, 0, 0), strict=True)

@@ -4,9 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_attn.cache.write import gather_index
-from mla_attn.xla.blockwise import Batch, Rules, blockwise_attention, make_plan
-
-_BLOCK_KEYS = 512
+from mla_attn.xla.blockwise import Batch, Rules, block_keys, blockwise_attention, make_plan
 
 
 def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant):
@@ -19,16 +17,18 @@ def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride)
     rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask)
     slots = m.page_table.shape[1] * pool.page_size
-    # Whole pages: a block is then a few contiguous pieces of memory.
-    block = pool.page_size * max(1, _BLOCK_KEYS // pool.page_size)
-    tile = 1 if batch_invariant else None
-    if not batch_invariant:
-        block = min(block, slots)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
 
     def run(q, *, parallel):
+        # Whole pages: a block is then a few contiguous pieces of memory.
+        block = pool.page_size * max(1, block_keys(parallel=parallel) // pool.page_size)
+        if not batch_invariant:
+            block = min(block, slots)
+        tile = 1 if batch_invariant else None
         plan = make_plan(m.q_lens.shape[0], m.max_q_len, spec.num_heads, slots, block, parallel=parallel, tile=tile)
-        return blockwise_attention(q, _fetch(pool, m.page_table, layer, block), batch, plan, rules)
+        return blockwise_attention(
+            q, _fetch(pool, m.page_table, layer, block), (1, pool.kv_lora_rank), batch, plan, rules
+        )
 
     return lax.platform_dependent(q, cpu=lambda q: run(q, parallel=False), default=lambda q: run(q, parallel=True))
 
@@ -36,14 +36,14 @@ def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree
 def _fetch(pool, page_table, layer, block: int):
     pages = block // pool.page_size
 
-    def fetch(requests, first_slots):
+    def fetch(requests, first_slots, seen):
         columns = first_slots[:, None] + jnp.arange(0, block, pool.page_size, dtype=jnp.int32)[None]
         physical, _ = gather_index(pool, page_table[requests], columns, layer)
         if requests.shape[0] == 1 and pages <= 16:
             rows = jnp.concatenate([lax.dynamic_index_in_dim(pool.data, p) for p in physical[0]], axis=1)
         else:
             rows = pool.data[physical].reshape(requests.shape[0], block, -1)
-        rows = rows[:, :, None]
+        rows = jnp.where(seen[:, :, None], rows, jnp.zeros((), rows.dtype))[:, :, None]
         return rows, rows[..., : pool.kv_lora_rank]
 
     return fetch

@@ -20,7 +20,8 @@ class OneBranch:
 
 def shrink(monkeypatch, module, *, block_keys, platform):
     """Blocks of ``block_keys`` keys, tiles of 4 rows and heads, and as many as 5 lanes on a platform that has lanes."""
-    monkeypatch.setattr(module, "_BLOCK_KEYS", block_keys)
+    monkeypatch.setattr(mla_attn.xla.blockwise, "_CPU_BLOCK_KEYS", block_keys)
+    monkeypatch.setattr(mla_attn.xla.blockwise, "_GPU_BLOCK_KEYS", block_keys)
     monkeypatch.setattr(module, "lax", OneBranch(platform))
     monkeypatch.setattr(mla_attn.xla.blockwise, "_TILE_ROWS", 4)
     monkeypatch.setattr(mla_attn.xla.blockwise, "_LANE_ROWS", 20)
