@@ -82,6 +82,7 @@ def for_decode(
         page_map: int32 virtual-to-physical page ids, applied to the table and the slots; ids outside it stay unmapped
             and out of range.
     """
+    _check_arrays(page_table, page_map, seq_lens=seq_lens)
     q_lens = (seq_lens > 0).astype(jnp.int32)
     starts = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     return _build(page_table, starts, q_lens, seq_lens - q_lens, seq_lens.shape[0], 1, page_size, max_len, page_map)
@@ -117,10 +118,13 @@ def for_target_verify(
         max_len: as in ``for_decode``: drafts cached at or past it are dropped.
         page_map: as in ``for_decode``.
     """
+    _check_arrays(page_table, page_map, prefix_lens=prefix_lens, q_lens=q_lens)
     if q_lens is None:
         q_lens = jnp.full_like(prefix_lens, num_tokens)
     stand = None
     if depths is not None:
+        if not jnp.issubdtype(depths.dtype, jnp.integer):
+            raise ValueError(f"depths has dtype {depths.dtype}, must be an integer dtype")
         if depths.shape not in ((num_tokens,), (*prefix_lens.shape, num_tokens)):
             raise ValueError(f"depths has shape {depths.shape}, must be [S] or [B, S] with S = {num_tokens}")
         stand = prefix_lens[:, None] + jnp.broadcast_to(depths, (*prefix_lens.shape, num_tokens))
@@ -151,6 +155,7 @@ def for_draft_extend(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
+    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     return _layout(page_table, seq_lens - q_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map)
 
 
@@ -182,6 +187,7 @@ def for_draft_decode(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
+    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     if q_lens is None:
         q_lens = jnp.full_like(seq_lens, num_tokens)
     prefix_lens = seq_lens + (step if num_drafted is None else num_drafted)
@@ -213,6 +219,7 @@ def for_extend(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
+    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     return _layout(page_table, seq_lens - q_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map)
 
 
@@ -240,6 +247,7 @@ def for_mixed(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
+    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     return _layout(page_table, seq_lens - q_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map)
 
 
@@ -261,6 +269,8 @@ def page_table_from_tokens(
         page_size: tokens per page P.
         table_width: pages per request W; the whole map if None.
     """
+    if page_size < 1:
+        raise ValueError(f"page_size={page_size} must be an integer of at least 1")
     width = -(-req_to_token.shape[1] // page_size) if table_width is None else table_width
     if not 1 <= width <= -(-req_to_token.shape[1] // page_size):
         raise ValueError(f"table_width={table_width} must be 1 to {-(-req_to_token.shape[1] // page_size)}")
@@ -278,6 +288,21 @@ def row_owners(
     owner = jax.lax.cummax(jnp.zeros(num_rows, jnp.int32).at[starts].max(requests, mode="drop"))
     offset = rows - q_starts[owner]
     return owner, (offset >= 0) & (offset < q_lens[owner])
+
+
+def _check_arrays(page_table, page_map, **lengths) -> None:
+    """Ranks and dtypes of what a builder is given; None is what it is not given."""
+    for name, array in {"page_table": page_table, "page_map": page_map, **lengths}.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")
+    if page_table.ndim != 2:
+        raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W]")
+    if page_map is not None and (page_map.ndim != 1 or page_map.size == 0):
+        raise ValueError(f"page_map has shape {page_map.shape}, must be [V], V at least 1")
+    batch = page_table.shape[0]
+    for name, array in lengths.items():
+        if array is not None and array.shape != (batch,):
+            raise ValueError(f"{name} has shape {array.shape}, must be ({batch},), one for each row of page_table")
 
 
 def _layout(
@@ -301,9 +326,6 @@ def _build(
     for name, value, least in (("max_q_len", max_q_len, 1), ("page_size", page_size, 1), ("num_rows", num_rows, 0)):
         if value < least:
             raise ValueError(f"{name}={value} must be an integer of at least {least}")
-    for name, array in (("q_lens", q_lens), ("lengths", prefix_lens)):
-        if array.shape != (batch,):
-            raise ValueError(f"{name} has shape {array.shape}, must be ({batch},), one for each row of page_table")
     max_len = width * page_size if max_len is None else max_len
     if not 1 <= max_len <= width * page_size:
         raise ValueError(f"max_len={max_len} must be 1 to W * P = {width * page_size}")
@@ -316,13 +338,10 @@ def _build(
     if page_map is not None:
         mapped = jnp.take(page_map, page_table, mode="fill", fill_value=-1)
         page_table = jnp.where(page_table < 0, -1, mapped)  # a negative index would wrap
-    owner, owned = row_owners(q_starts, q_lens, num_rows)
-    offset = jnp.where(owned, jnp.arange(num_rows, dtype=jnp.int32) - q_starts[owner], 0)
-    cached = jnp.where(owned, prefix_lens[owner] + offset, 0)
-    pages = page_table[owner, cached // page_size]
-    known = (pages >= 0) & (pages < np.iinfo(np.int32).max // page_size)  # a foreign id must not overflow into range
-    slots = jnp.where(owned & known, pages * page_size + cached % page_size, -1)
-    positions = cached if stand is None else jnp.where(owned, stand[owner, offset], 0)
+    if batch == 0:  # there is nothing to look up
+        slots, positions = jnp.full(num_rows, -1), jnp.zeros(num_rows)
+    else:
+        slots, positions = _place(page_table, q_starts, q_lens, prefix_lens, num_rows, page_size, stand)
     return AttentionMetadata(
         q_starts=q_starts.astype(jnp.int32),
         q_lens=q_lens,
@@ -334,6 +353,17 @@ def _build(
         work=jnp.zeros(0, jnp.int32),
         max_q_len=max_q_len,
     )
+
+
+def _place(page_table, q_starts, q_lens, prefix_lens, num_rows, page_size, stand):
+    """Slot and position of every row; -1 and 0 on padding."""
+    owner, owned = row_owners(q_starts, q_lens, num_rows)
+    offset = jnp.where(owned, jnp.arange(num_rows, dtype=jnp.int32) - q_starts[owner], 0)
+    cached = jnp.where(owned, prefix_lens[owner] + offset, 0)
+    pages = page_table[owner, cached // page_size]
+    known = (pages >= 0) & (pages < np.iinfo(np.int32).max // page_size)  # a foreign id must not overflow into range
+    slots = jnp.where(owned & known, pages * page_size + cached % page_size, -1)
+    return slots, cached if stand is None else jnp.where(owned, stand[owner, offset], 0)
 
 
 def check_metadata(metadata: AttentionMetadata, *, num_pages: int, page_size: int) -> None:
@@ -351,6 +381,7 @@ def check_metadata(metadata: AttentionMetadata, *, num_pages: int, page_size: in
     m = jax.tree.map(xp.asarray, metadata)
     rows, width = m.slots.shape[0], m.page_table.shape[1]
     used, ends = m.q_lens > 0, m.q_starts + m.q_lens
+    outside = used & ((m.q_starts < 0) | (m.q_starts > rows - m.q_lens))  # not ends > rows: a sum may overflow
     # The end of the nearest earlier request that has rows: ranges are ascending when none starts before it.
     reach = xp.concatenate([xp.zeros(1, xp.int32), _running_max(xp, xp.where(used, ends, 0))[:-1]])
     held = -(-(m.kv_lens - m.kv_offsets) // m.kv_stride)  # table slots in use
@@ -359,9 +390,10 @@ def check_metadata(metadata: AttentionMetadata, *, num_pages: int, page_size: in
     again = xp.concatenate([xp.zeros(min(rows, 1), bool), (taken[1:] == taken[:-1]) & (taken[1:] >= 0)])
     for field, values, wrong, allowed in (
         ("q_lens", m.q_lens, (m.q_lens < 0) | (m.q_lens > m.max_q_len), f"must be 0 to max_q_len={m.max_q_len}"),
-        ("q_starts", m.q_starts, used & ((m.q_starts < 0) | (ends > rows)), f"rows must lie in 0 to T={rows}"),
+        ("q_starts", m.q_starts, outside, f"rows must lie in 0 to T={rows}"),
         ("q_starts", m.q_starts, used & (m.q_starts < reach), "row ranges must be disjoint and ascending"),
         ("kv_lens", m.kv_lens, m.kv_lens < m.q_lens, "must be at least q_lens"),
+        ("kv_offsets", m.kv_offsets, m.kv_offsets < 0, "must be at least 0"),
         ("kv_lens", m.kv_lens, held > width * page_size, f"needs more table slots than W * P = {width * page_size}"),
         (
             "page_table",
