@@ -1,0 +1,562 @@
+"""The metadata builders against a construction in plain Python, table by table of what systems call ``seq_lens``."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import oracle
+from mla_attn import metadata as md
+
+INT32 = np.iinfo(np.int32)
+BATCH, WIDTH, PAGES = 4, 5, 30
+
+
+def i32(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def rows_of(q_lens, num_tokens, *, packed):
+    """First row of each request."""
+    return [sum(q_lens[:b]) if packed else b * num_tokens for b in range(len(q_lens))]
+
+
+def by_hand(table, prefix_lens, q_lens, *, num_tokens, page_size, num_rows, packed, max_len=None, page_map=None):
+    """What a builder should return, request by request: a dictionary of lists."""
+    max_len = len(table[0]) * page_size if max_len is None else max_len
+    if page_map is not None:
+        table = [[page_map[page] if 0 <= page < len(page_map) else -1 for page in row] for row in table]
+    starts = rows_of(q_lens, num_tokens, packed=packed)
+    made = {"q_starts": starts, "q_lens": [], "kv_lens": [], "page_table": table}
+    made |= {"slots": [-1] * num_rows, "positions": [0] * num_rows}
+    for b, start in enumerate(starts):
+        rows = 0
+        for j in range(q_lens[b]):
+            position = prefix_lens[b] + j
+            if 0 <= position < max_len and prefix_lens[b] >= 0:
+                page = table[b][position // page_size]
+                made["positions"][start + j] = position
+                made["slots"][start + j] = page * page_size + position % page_size if page >= 0 else -1
+                rows += 1
+        made["q_lens"].append(rows)
+        made["kv_lens"].append(prefix_lens[b] + rows if rows else 0)
+    return made
+
+
+def assert_equal(metadata, made):
+    """Pages are of 4 tokens."""
+    for name, want in made.items():
+        got = np.asarray(getattr(metadata, name))
+        assert got.dtype == np.int32
+        if name == "slots":  # a page outside the pool may give any slot outside it
+            got, want = (np.where((np.asarray(x) < 0) | (np.asarray(x) >= PAGES * 4), -1, x) for x in (got, want))
+        np.testing.assert_array_equal(got, want, err_msg=name)
+    assert metadata.kv_offsets.tolist() == [0] * len(made["q_lens"])
+    assert metadata.kv_stride == 1 and metadata.work.shape == (0,)
+
+
+# Each mode: the builder called with what its callers hold, from prefix lengths and rows per request.
+MODES = {
+    "decode": lambda table, prefix, q_lens, **options: md.for_decode(table, prefix + q_lens, **options),
+    "verify": lambda table, prefix, q_lens, *, S, **options: md.for_target_verify(
+        table, prefix, num_tokens=S, q_lens=q_lens, **options
+    ),
+    "draft_extend": lambda table, prefix, q_lens, *, S, **options: md.for_draft_extend(
+        table, prefix + q_lens, q_lens, max_q_len=S, **options
+    ),
+    "draft_decode": lambda table, prefix, q_lens, **options: md.for_draft_decode(
+        table, prefix - 2, 2, q_lens=q_lens, **options
+    ),
+    "extend": lambda table, prefix, q_lens, *, S, **options: md.for_extend(
+        table, prefix + q_lens, q_lens, max_q_len=S, **options
+    ),
+    "mixed": lambda table, prefix, q_lens, *, S, **options: md.for_mixed(
+        table, prefix + q_lens, q_lens, max_q_len=S, **options
+    ),
+}
+
+
+@functools.partial(jax.jit, static_argnames=("mode", "options"))
+def build(table, prefix_lens, q_lens, page_map, *, mode, options):
+    return MODES[mode](table, prefix_lens, q_lens, page_map=page_map, **dict(options))
+
+
+page_ids = st.one_of(
+    st.integers(0, PAGES - 1), st.sampled_from([-1, -PAGES, PAGES, 10**6, INT32.max, INT32.max // 4, INT32.min])
+)
+
+
+@pytest.mark.parametrize("virtual", [False, True], ids=["", "virtual"])
+@pytest.mark.parametrize(
+    "mode, tokens, num_rows, max_len",
+    [
+        ("decode", 1, None, None),
+        ("decode", 1, None, 13),
+        ("verify", 3, None, 13),
+        ("verify", 3, 14, None),
+        ("draft_extend", 3, None, None),
+        ("draft_extend", 3, 12, 13),
+        ("draft_decode", 1, None, None),
+        ("extend", 7, 30, None),
+        ("mixed", 7, 28, 13),
+    ],
+)
+def test_builders_equal_a_plain_construction(mode, tokens, num_rows, max_len, virtual):
+    """Any prefixes, past the limit too, any rows, any page ids where a length does not reach and where it does."""
+    options = {"page_size": 4, "max_len": max_len}
+    if tokens > 1:
+        options |= {"S": tokens, "num_rows": num_rows}
+    requests = st.lists(st.tuples(st.integers(2, 24), st.integers(0, tokens)), min_size=BATCH, max_size=BATCH)
+    rows = BATCH * tokens if num_rows is None else num_rows
+
+    @hypothesis.settings(deadline=None, max_examples=30)
+    @hypothesis.given(
+        requests=requests,
+        table=st.lists(st.lists(page_ids, min_size=WIDTH, max_size=WIDTH), min_size=BATCH, max_size=BATCH),
+        page_map=st.lists(page_ids, min_size=20, max_size=20),
+    )
+    def run(requests, table, page_map):
+        prefix_lens, q_lens = (list(x) for x in zip(*requests, strict=True))
+        if mode == "decode":  # a length of 0 is what marks padding
+            prefix_lens = [p if q else 0 for p, q in requests]
+        page_map = page_map if virtual else None
+        metadata = build(
+            i32(*table),
+            i32(*prefix_lens),
+            i32(*q_lens),
+            None if page_map is None else i32(*page_map),
+            mode=mode,
+            options=tuple(options.items()),
+        )
+        made = by_hand(
+            table,
+            prefix_lens,
+            q_lens,
+            num_tokens=tokens,
+            page_size=4,
+            num_rows=rows,
+            packed=num_rows is not None,
+            max_len=max_len,
+            page_map=page_map,
+        )
+        assert_equal(metadata, made)
+        assert metadata.max_q_len == tokens
+
+    run()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_page_sizes(page_size):
+    table = np.random.default_rng(0).permutation(12).reshape(3, 4)
+    prefix_lens, q_lens = [0, page_size, 4 * page_size - 2], [5 if page_size > 2 else 2, 2, 3]
+    metadata = md.for_extend(
+        i32(*table), i32(*prefix_lens) + i32(*q_lens), i32(*q_lens), max_q_len=5, page_size=page_size
+    )
+    made = by_hand(table.tolist(), prefix_lens, q_lens, num_tokens=5, page_size=page_size, num_rows=15, packed=False)
+    assert metadata.slots.tolist() == made["slots"]
+    assert metadata.kv_lens.tolist() == made["kv_lens"]
+    md.check_metadata(metadata, num_pages=12, page_size=page_size)
+
+
+def test_negative_and_huge_lengths_are_no_requests():
+    table = i32(*np.arange(20).reshape(5, 4))
+    lengths = i32(-1, -7, INT32.min, INT32.max, 10**6)
+    for metadata in (
+        md.for_decode(table, lengths, page_size=4),
+        md.for_target_verify(table, lengths, num_tokens=1, page_size=4),
+        md.for_extend(table, lengths, jnp.ones_like(lengths), max_q_len=1, page_size=4),
+        md.for_draft_decode(table, lengths, 0, page_size=4),
+    ):
+        assert metadata.q_lens.tolist() == metadata.kv_lens.tolist() == metadata.positions.tolist() == [0] * 5
+        assert metadata.slots.tolist() == [-1] * 5
+    # More rows than the call holds, or fewer than none.
+    metadata = md.for_extend(table, i32(8, 8, 8, 8, 8), i32(3, -1, INT32.max, 2, 0), max_q_len=2, page_size=4)
+    assert metadata.q_lens.tolist() == [2, 0, 0, 2, 0]  # a prefix of 8 - INT32.max is negative
+
+
+def test_near_the_limit_only_what_fits_is_written():
+    """max_len 64, 62 tokens committed, 4 more: positions 62 and 63 exist, and a neighbour's pages are not touched."""
+    table = i32([8, 9, 10, 11], [0, 1, 2, 3])
+    metadata = md.for_target_verify(table, i32(62, 5), num_tokens=4, page_size=16, max_len=64)
+    assert metadata.slots.tolist() == [11 * 16 + 14, 11 * 16 + 15, -1, -1, 5, 6, 7, 8]
+    assert metadata.q_lens.tolist() == [2, 4] and metadata.kv_lens.tolist() == [64, 9]
+    assert metadata.positions.tolist() == [62, 63, 0, 0, 5, 6, 7, 8]
+    # The request is full: no row is left.
+    metadata = md.for_target_verify(table, i32(64, 70), num_tokens=4, page_size=16)
+    assert metadata.slots.tolist() == [-1] * 8 and metadata.kv_lens.tolist() == [0, 0]
+
+
+def test_a_tree_stands_by_depth_and_is_cached_by_row():
+    """Anchor, two drafts side by side, one below the first: rows at prefix + row, positions at prefix + depth."""
+    table, prefix = i32([3, 1, 2], [0, 4, 5]), i32(6, 3)
+    metadata = md.for_target_verify(table, prefix, num_tokens=4, page_size=4, depths=i32(0, 1, 1, 2), q_lens=i32(4, 3))
+    assert metadata.positions.tolist() == [6, 7, 7, 8, 3, 4, 4, 0]
+    assert metadata.slots.tolist() == [6, 7, 8, 9, 3, 16, 17, -1]
+    assert metadata.kv_lens.tolist() == [10, 6]
+    each = md.for_target_verify(table, prefix, num_tokens=2, page_size=4, depths=i32([0, 1], [0, 0]))
+    assert each.positions.tolist() == [6, 7, 3, 3]
+    packed = md.for_target_verify(
+        table, prefix, num_tokens=4, page_size=4, depths=i32(0, 1, 1, 2), q_lens=i32(1, 4), num_rows=6
+    )
+    assert packed.positions.tolist() == [6, 3, 4, 4, 5, 0]
+    # Levels of 2 and 4 nodes: the second level stands one further and is cached behind the first.
+    first = md.for_draft_decode(table, prefix, 0, page_size=4, num_tokens=2)
+    assert (first.positions.tolist(), first.kv_lens.tolist()) == ([6, 6, 3, 3], [8, 5])
+    second = md.for_draft_decode(table, prefix, 1, page_size=4, num_tokens=4, num_drafted=2)
+    assert second.positions.tolist() == [7] * 4 + [4] * 4
+    assert second.slots.tolist() == [8, 9, 10, 11, 17, 18, 19, 20]
+    assert second.kv_lens.tolist() == [12, 9]
+
+
+def test_steps_of_drafting_are_traced():
+    """One program serves all steps."""
+    table = i32([3, 1, 2], [0, 4, 5])
+    step = jax.jit(lambda step: md.for_draft_decode(table, i32(6, 3), step, q_lens=i32(1, 0), page_size=4))
+    for s in range(3):
+        metadata = step(s)
+        assert metadata.positions.tolist() == [6 + s, 0]
+        assert metadata.kv_lens.tolist() == [6 + s + 1, 0]
+        assert metadata.slots.tolist() == [[6, 7, 8][s], -1]
+
+
+def test_empty_batches():
+    table, none = jnp.zeros((0, 4), jnp.int32), jnp.zeros(0, jnp.int32)
+    for metadata in (
+        md.for_decode(table, none, page_size=4),
+        md.for_target_verify(table, none, num_tokens=3, page_size=4),
+        md.for_draft_extend(table, none, none, max_q_len=3, num_rows=5, page_size=4),
+        md.for_draft_decode(table, none, 1, page_size=4),
+        md.for_extend(table, none, none, max_q_len=3, num_rows=0, page_size=4),
+        md.for_mixed(table, none, none, max_q_len=3, num_rows=2, page_size=4, page_map=i32(1, 2)),
+    ):
+        assert metadata.q_lens.shape == (0,) and set(metadata.slots.tolist()) <= {-1}
+        md.check_metadata(metadata, num_pages=3, page_size=4)
+    no_rows = md.for_extend(i32([1, 2]), i32(5), i32(0), max_q_len=3, num_rows=0, page_size=4)
+    assert no_rows.slots.shape == (0,) and no_rows.kv_lens.tolist() == [0]
+    idle = md.for_target_verify(i32([-1, -1], [7, 9]), i32(0, 0), num_tokens=4, q_lens=i32(0, 0), page_size=4)
+    assert idle.slots.tolist() == [-1] * 8 and idle.kv_lens.tolist() == [0, 0]
+
+
+# What systems mean by `seq_lens`, one row of the table each. A system hands its kernel `rows` query rows and a length
+# `kv_len` per request, and row j sees key k iff k <= kv_len - rows + j.
+
+COMMITTED = [5, 64, 17]  # tokens before the call
+ACCEPTED = [2, 4, 1]
+DRAFTS = 4
+TABLE = i32(*np.random.default_rng(1).permutation(18).reshape(3, 6))
+
+
+def keys_seen(metadata, tree_mask=None):
+    """Positions every row of every request sees."""
+    return [
+        [
+            oracle.visible_slots(metadata, b, j, num_slots=6 * 16, tree_mask=tree_mask)
+            for j in range(int(metadata.q_lens[b]))
+        ]
+        for b in range(metadata.q_lens.shape[0])
+    ]
+
+
+def kernel_sees(kv_lens, rows, real_rows):
+    """What the kernel of a system shows to the rows that are no padding."""
+    return [
+        [list(range(kv_len - n + j + 1)) for j in range(real)]
+        for kv_len, n, real in zip(kv_lens, rows, real_rows, strict=True)
+    ]
+
+
+def plus(lengths, more):
+    more = [more] * len(lengths) if isinstance(more, int) else more
+    return [a + b for a, b in zip(lengths, more, strict=True)]
+
+
+N, ONE = [DRAFTS] * 3, [1] * 3
+LONGEST = [max(ACCEPTED)] * 3
+TABLE_ROWS = {
+    "decode: seq_lens counts the token": (
+        lambda: md.for_decode(TABLE, i32(*plus(COMMITTED, 1)), page_size=16),
+        kernel_sees(plus(COMMITTED, 1), ONE, ONE),
+    ),
+    "target verify, uniform: seq_lens without, kernel + N": (
+        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, page_size=16),
+        kernel_sees(plus(COMMITTED, DRAFTS), N, N),
+    ),
+    "target verify, uniform: seq_lens without, kernel + draft_token_num": (
+        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, num_rows=12, page_size=16),
+        kernel_sees(plus(COMMITTED, DRAFTS), N, N),
+    ),
+    "target verify, prefix and new keys apart, mask of width seq_len + N": (
+        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, page_size=16),
+        [[[*range(p), *(p + i for i in range(j + 1))] for j in range(DRAFTS)] for p in COMMITTED],
+    ),
+    "target verify, ragged, front-aligned: kernel seq_lens + N for all": (
+        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, q_lens=i32(*ACCEPTED), page_size=16),
+        kernel_sees(plus(COMMITTED, DRAFTS), N, ACCEPTED),
+    ),
+    "target verify, ragged, packed: kernel seq_lens + v": (
+        lambda: md.for_target_verify(
+            TABLE, i32(*COMMITTED), num_tokens=DRAFTS, q_lens=i32(*ACCEPTED), num_rows=9, page_size=16
+        ),
+        kernel_sees(plus(COMMITTED, ACCEPTED), ACCEPTED, ACCEPTED),
+    ),
+    "draft extend, padded to the longest: kernel seq_lens - e + m": (
+        lambda: md.for_draft_extend(
+            TABLE, i32(*plus(COMMITTED, ACCEPTED)), i32(*ACCEPTED), max_q_len=max(ACCEPTED), page_size=16
+        ),
+        kernel_sees(plus(COMMITTED, max(ACCEPTED)), LONGEST, ACCEPTED),
+    ),
+    "draft extend, all N accepted: kernel seq_lens": (
+        lambda: md.for_draft_extend(TABLE, i32(*plus(COMMITTED, DRAFTS)), i32(*N), max_q_len=DRAFTS, page_size=16),
+        kernel_sees(plus(COMMITTED, DRAFTS), N, N),
+    ),
+    "draft extend, packed: kernel seq_lens": (
+        lambda: md.for_draft_extend(
+            TABLE, i32(*plus(COMMITTED, ACCEPTED)), i32(*ACCEPTED), max_q_len=DRAFTS, num_rows=7, page_size=16
+        ),
+        kernel_sees(plus(COMMITTED, ACCEPTED), ACCEPTED, ACCEPTED),
+    ),
+    "draft extend, N fixed: kernel seq_lens": (
+        lambda: md.for_draft_extend(
+            TABLE, i32(*plus(COMMITTED, DRAFTS)), i32(*N), max_q_len=DRAFTS, num_rows=12, page_size=16
+        ),
+        kernel_sees(plus(COMMITTED, DRAFTS), N, N),
+    ),
+    "draft extend, seq_lens without: add the rows": (
+        lambda: md.for_draft_extend(TABLE, i32(*COMMITTED) + DRAFTS, i32(*N), max_q_len=DRAFTS, page_size=16),
+        kernel_sees(plus(COMMITTED, DRAFTS), N, N),
+    ),
+    "draft decode, step 2: kernel seq_lens + s + 1": (
+        lambda: md.for_draft_decode(TABLE, i32(*COMMITTED), 2, page_size=16),
+        kernel_sees(plus(COMMITTED, 3), ONE, ONE),
+    ),
+    "draft decode, step 0: kernel seq_lens + 1": (
+        lambda: md.for_draft_decode(TABLE, i32(*COMMITTED), 0, page_size=16),
+        kernel_sees(plus(COMMITTED, 1), ONE, ONE),
+    ),
+    "draft decode, seq_lens advanced by the caller": (
+        lambda: md.for_decode(TABLE, i32(*plus(COMMITTED, 3)), page_size=16),
+        kernel_sees(plus(COMMITTED, 3), ONE, ONE),
+    ),
+    "prefill without prefix: kernel e": (
+        lambda: md.for_extend(TABLE, i32(*COMMITTED), i32(*COMMITTED), max_q_len=64, num_rows=90, page_size=16),
+        kernel_sees(COMMITTED, COMMITTED, COMMITTED),
+    ),
+    "prefill over a prefix: kernel seq_lens": (
+        lambda: md.for_extend(
+            TABLE, i32(*plus(COMMITTED, [9, 3, 20])), i32(9, 3, 20), max_q_len=20, num_rows=32, page_size=16
+        ),
+        kernel_sees(plus(COMMITTED, [9, 3, 20]), [9, 3, 20], [9, 3, 20]),
+    ),
+    "prefill by prefix chunks of 16, not causal, then itself": (
+        lambda: md.for_extend(TABLE, i32(*plus(COMMITTED, ACCEPTED)), i32(*ACCEPTED), max_q_len=4, page_size=16),
+        [
+            [
+                [*(16 * c + i for c in range(4) for i in range(min(max(p - 16 * c, 0), 16))), *range(p, p + j + 1)]
+                for j in range(e)
+            ]
+            for p, e in zip(COMMITTED, ACCEPTED, strict=True)
+        ],
+    ),
+    "absorbed prefill: kernel seq_lens": (
+        lambda: md.for_mixed(
+            TABLE, i32(*plus(COMMITTED, [1, 5, 1])), i32(1, 5, 1), max_q_len=5, num_rows=7, page_size=16
+        ),
+        kernel_sees(plus(COMMITTED, [1, 5, 1]), [1, 5, 1], [1, 5, 1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_ROWS)
+def test_each_meaning_of_seq_lens(row):
+    make, seen = TABLE_ROWS[row]
+    metadata = make()
+    assert keys_seen(metadata) == seen
+    md.check_metadata(metadata, num_pages=18, page_size=16)
+    # Rows are written where their own key is seen: the last position of each row.
+    for b, rows in enumerate(seen):
+        for j, keys in enumerate(rows):
+            t = int(metadata.q_starts[b]) + j
+            page, offset = divmod(int(metadata.slots[t]), 16)
+            assert (page, offset) == (int(TABLE[b, keys[-1] // 16]), keys[-1] % 16)
+            assert int(metadata.positions[t]) == keys[-1]
+
+
+def test_draft_decode_with_branches():
+    """Two branches at step 2: each row sees the prefix, its own ancestors and itself, ``seq_len + s + 1`` keys."""
+    metadata = md.for_draft_decode(TABLE, i32(*COMMITTED), 2, page_size=16, num_tokens=2, num_drafted=4)
+    branches = np.zeros((3, 2, 6), bool)
+    branches[:, 0, [0, 2, 4]] = branches[:, 1, [1, 3, 5]] = True
+    seen = keys_seen(metadata, branches)
+    assert [[len(keys) for keys in rows] for rows in seen] == [[p + 3] * 2 for p in COMMITTED]
+    assert seen[0][1] == [0, 1, 2, 3, 4, 6, 8, 10]
+
+
+def test_padded_requests_hold_any_fill_value():
+    """Systems fill padded rows' lengths with 1 or N; here their rows are 0, and the length does not matter."""
+    for fill in (0, 1, DRAFTS, 10**6):
+        metadata = md.for_target_verify(TABLE, i32(5, 64, fill), num_tokens=4, q_lens=i32(4, 4, 0), page_size=16)
+        assert metadata.kv_lens.tolist() == [9, 68, 0]
+        assert metadata.slots[8:].tolist() == [-1] * 4
+
+
+# Tables from a map of tokens.
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 18), min_size=6, max_size=6),
+    ids=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+)
+def test_page_table_from_tokens(seed, lengths, ids):
+    """A map of 18 tokens a request, 4 a page: the last page of a full request is half used."""
+    rng = np.random.default_rng(seed)
+    pages = rng.permutation(PAGES).reshape(6, 5)
+    tokens = rng.choice([-1, INT32.min, INT32.max, 3], (6, 18))
+    for b, length in enumerate(lengths):
+        for p in range(length):
+            tokens[b, p] = pages[b, p // 4] * 4 + p % 4
+    table = np.asarray(_from_tokens(i32(*tokens), i32(*ids)))
+    assert table.shape == (4, 5) and table.dtype == np.int32
+    for row, b in zip(table, ids, strict=True):
+        held = -(-lengths[b] // 4)
+        assert row[:held].tolist() == pages[b, :held].tolist()
+    # A decode step over it writes where the map says.
+    prefix = [max(lengths[b] - 1, 0) for b in ids]
+    metadata = _decode(jnp.asarray(table), i32(*(lengths[b] for b in ids)))
+    want = [tokens[b, p] if lengths[b] else -1 for b, p in zip(ids, prefix, strict=True)]
+    assert metadata.slots.tolist() == want
+
+
+_from_tokens = jax.jit(functools.partial(md.page_table_from_tokens, page_size=4))
+_decode = jax.jit(functools.partial(md.for_decode, page_size=4))
+
+
+def test_page_table_from_tokens_of_any_width():
+    tokens = i32(*(np.random.default_rng(2).permutation(12)[:, None] * 4 + np.arange(4)).reshape(2, 24))
+    whole = md.page_table_from_tokens(tokens, i32(1, 0, 1), page_size=4)
+    assert whole.shape == (3, 6) and whole[0].tolist() == whole[2].tolist() == (tokens[1, ::4] // 4).tolist()
+    for width in (1, 5, 6):
+        part = md.page_table_from_tokens(tokens, i32(1, 0, 1), page_size=4, table_width=width)
+        assert part.tolist() == whole[:, :width].tolist()
+    assert md.page_table_from_tokens(tokens, i32(0), page_size=1).tolist() == [tokens[0].tolist()]
+    for width in (0, 7):
+        with pytest.raises(ValueError, match=f"table_width={width} must be 1 to 6"):
+            md.page_table_from_tokens(tokens, i32(0), page_size=4, table_width=width)
+    with pytest.raises(ValueError, match="page_size=0 must be an integer of at least 1"):
+        md.page_table_from_tokens(tokens, i32(0), page_size=0)
+
+
+def test_virtual_pages():
+    """Ids are looked up, never multiplied; those outside the map, or mapped to nothing, are no pages."""
+    table = i32([2, 0, 1, -1], [3, 4, INT32.max, INT32.min])
+    metadata = md.for_target_verify(table, i32(3, 2), num_tokens=6, page_size=4, page_map=i32(7, 9, 5, -1))
+    assert metadata.page_table.tolist() == [[5, 7, 9, -1], [-1, -1, -1, -1]]
+    assert metadata.slots.tolist() == [23, 28, 29, 30, 31, 36] + [-1] * 6
+
+
+# Errors and checks.
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"page_size": 0}, "page_size=0 must be an integer of at least 1"),
+        ({"max_q_len": 0}, "max_q_len=0 must be an integer of at least 1"),
+        ({"num_rows": -1}, "num_rows=-1 must be an integer of at least 0"),
+        ({"max_len": 0}, r"max_len=0 must be 1 to W \* P = 20"),
+        ({"max_len": 21}, r"max_len=21 must be 1 to W \* P = 20"),
+        ({"q_lens": i32(1)}, r"q_lens has shape \(1,\), must be \(2,\)"),
+        ({"seq_lens": i32(4, 5, 6), "q_lens": i32(1, 1, 1)}, r"seq_lens has shape \(3,\), must be \(2,\)"),
+        ({"page_table": i32(0, 1)}, r"page_table has shape \(2,\), must be \[B, W\]"),
+        ({"page_table": jnp.zeros((2, 5))}, "page_table has dtype float32, must be an integer dtype"),
+        ({"seq_lens": jnp.ones(2)}, "seq_lens has dtype float32, must be an integer dtype"),
+        ({"q_lens": jnp.ones(2)}, "q_lens has dtype float32, must be an integer dtype"),
+        ({"page_map": i32()}, r"page_map has shape \(0,\), must be \[V\]"),
+        ({"page_map": jnp.ones(2)}, "page_map has dtype float32, must be an integer dtype"),
+    ],
+)
+def test_errors(unchecked, change, message):
+    call = {"page_table": i32(*np.arange(10).reshape(2, 5)), "seq_lens": i32(4, 5), "q_lens": i32(1, 1)}
+    call |= {"max_q_len": 1, "page_size": 4, **change}
+    with pytest.raises(ValueError, match=message):
+        md.for_extend(**call)
+
+
+def test_errors_of_depths(unchecked):
+    for depths in (i32(0, 1, 2), i32([0, 1]), jnp.zeros(2)):
+        with pytest.raises(ValueError, match=r"depths has (shape|dtype)"):
+            md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=2, page_size=16, depths=depths)
+
+
+VALID = md.AttentionMetadata(
+    q_starts=i32(0, 2, 9, 2),
+    q_lens=i32(2, 0, 0, 3),
+    kv_lens=i32(9, 0, 4, 5),
+    page_table=i32([3, 4, 5], [-1, 99, 7], [6, INT32.max, 0], [1, 2, -1]),
+    kv_offsets=i32(0, 0, 0, 0),
+    slots=i32(19, 20, 6, 7, 8, -1, -1),
+    positions=i32(7, 8, 2, 3, 4, 0, 0),
+    work=i32(),
+    max_q_len=3,
+)
+VIOLATIONS = {
+    "q_lens: too many": ({"q_lens": i32(2, 0, 0, 4)}, "q_lens", 3, 4, "must be 0 to max_q_len=3"),
+    "q_lens: negative": ({"q_lens": i32(2, -1, 0, 3)}, "q_lens", 1, -1, "must be 0 to max_q_len=3"),
+    "q_starts: negative": ({"q_starts": i32(-1, 2, 9, 2)}, "q_starts", 0, -1, "rows must lie in 0 to T=7"),
+    "q_starts: past the end": ({"q_starts": i32(0, 2, 9, 5)}, "q_starts", 3, 5, "rows must lie in 0 to T=7"),
+    "q_starts: overflow": ({"q_starts": i32(0, 2, 9, INT32.max)}, "q_starts", 3, INT32.max, "rows must lie"),
+    "q_starts: overlap": ({"q_starts": i32(0, 2, 9, 1)}, "q_starts", 3, 1, "disjoint and ascending"),
+    "q_starts: descending": ({"q_starts": i32(3, 2, 9, 0)}, "q_starts", 3, 0, "disjoint and ascending"),
+    "kv_lens: shorter than rows": ({"kv_lens": i32(1, 0, 4, 5)}, "kv_lens", 0, 1, "must be at least q_lens"),
+    "kv_lens: negative": ({"kv_lens": i32(9, -1, 4, 5)}, "kv_lens", 1, -1, "must be at least q_lens"),
+    "kv_lens: past the table": ({"kv_lens": i32(9, 0, 13, 5)}, "kv_lens", 2, 13, "more table slots than W * P = 12"),
+    "kv_lens: overflow": ({"kv_lens": i32(9, 0, INT32.max, 5)}, "kv_lens", 2, INT32.max, "more table slots"),
+    "kv_offsets: negative": ({"kv_offsets": i32(0, 0, 0, -1)}, "kv_offsets", 3, -1, "must be at least 0"),
+    "kv_offsets: overflow": ({"kv_offsets": i32(INT32.min, 0, 0, 0)}, "kv_offsets", 0, INT32.min, "at least 0"),
+    "page_table: negative": (
+        {"page_table": VALID.page_table.at[0, 2].set(-1)}, "page_table", (0, 2), -1, "must be 0 to N - 1 = 7",
+    ),
+    "page_table: past the pool": (
+        {"page_table": VALID.page_table.at[3, 1].set(8)}, "page_table", (3, 1), 8, "must be 0 to N - 1 = 7",
+    ),
+    "slots: past the pool": ({"slots": VALID.slots.at[5].set(32)}, "slots", 5, 32, "must be below N * P = 32"),
+    "slots: twice": ({"slots": VALID.slots.at[6].set(19)}, "slots", None, 19, "written twice"),
+}  # fmt: skip
+
+_checked = jax.jit(checkify.checkify(functools.partial(md.check_metadata, num_pages=8, page_size=4)))
+
+
+def test_valid_metadata_passes():
+    md.check_metadata(VALID, num_pages=8, page_size=4)
+    md.check_metadata(jax.tree.map(np.asarray, VALID), num_pages=8, page_size=4)
+    error, _ = _checked(VALID)
+    assert error.get() is None
+    # A window's pool has let go of the first page, and a stride of 3 makes few slots hold many positions.
+    windowed = dataclasses.replace(VALID, kv_offsets=i32(4, 0, 0, 0), kv_lens=i32(16, 0, 4, 5))
+    md.check_metadata(windowed, num_pages=8, page_size=4)
+    strided = dataclasses.replace(VALID, kv_stride=3, kv_lens=i32(36, 0, 4, 5))
+    md.check_metadata(strided, num_pages=8, page_size=4)
+    with pytest.raises(ValueError, match=r"kv_lens\[0\]=37"):
+        md.check_metadata(dataclasses.replace(strided, kv_lens=i32(37, 0, 4, 5)), num_pages=8, page_size=4)
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_each_violation_is_found(name):
+    """On the host with the field, place and value in the message; under a trace by checkify."""
+    change, field, index, value, allowed = VIOLATIONS[name]
+    wrong = dataclasses.replace(VALID, **change)
+    with pytest.raises(ValueError) as error:
+        md.check_metadata(wrong, num_pages=8, page_size=4)
+    place = f"{field}[{index}]={value}: " if index is not None else f"={value}: "
+    assert place in str(error.value) and allowed in str(error.value) and str(error.value).startswith(field)
+    found, _ = _checked(wrong)
+    with pytest.raises(checkify.JaxRuntimeError) as error:
+        found.throw()
+    assert f"{field}: {value} at flat index" in str(error.value) and allowed in str(error.value)
