@@ -96,8 +96,8 @@ class Buckets:
         that stays on the device is never copied. Outputs have the rung's shapes.
 
         Raises:
-            ValueError: no rung holds the inputs, their structure is another, or a device array is not of the rung's
-                shape.
+            ValueError: no rung holds the inputs, their structure or a dtype is another, or a device array is not of the
+                rung's shape.
         """
         leaves, structure = jax.tree.flatten(inputs)
         if structure != self._structure:
@@ -172,10 +172,14 @@ def _holds(rung: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ...
 
 def _pad(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        if leaf.shape != shape:
-            raise ValueError(f"an input of {name!r} is a device array of shape {leaf.shape}, must be {shape}")
+        if (leaf.shape, leaf.dtype) != (shape, dtype):
+            given = f"{leaf.dtype}{list(leaf.shape)}"
+            raise ValueError(f"an input of {name!r} is a device array {given}, must be {dtype}{list(shape)}")
         return leaf
-    array = np.asarray(leaf, dtype)
+    array = np.asarray(leaf)
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise ValueError(f"an input of {name!r} has dtype {array.dtype}, must be {dtype}")
+    array = array.astype(dtype, copy=False)
     if array.shape == shape:
         return array
     padded = np.zeros(shape, dtype)

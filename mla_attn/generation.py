@@ -152,7 +152,7 @@ class _Run:
         longest = max(len(p) for p in prompts)
         self.chunk = longest if prefill_chunk is None else min(prefill_chunk, longest)
         # Every pass over the prompts takes the rows of the largest: padding costs less than compiling more programs.
-        rows = max(sum(map(len, parts)) for parts in self._parts())
+        rows = max(sum(map(len, parts)) for parts in self._parts(self.prompts))
         batch = ladder(len(prompts))[-1]
         shapes = Shapes(
             batches=(batch,),
@@ -179,10 +179,10 @@ class _Run:
             dtype=model.embed_tokens.embedding[...].dtype,
         )
 
-    def _parts(self):
-        """The prompts cut into chunks: for each pass, the part of each prompt that goes into it."""
+    def _parts(self, sequences):
+        """Sequences as long as the prompts, cut into chunks: for each pass, the part of each that goes into it."""
         for begin in range(0, max(map(len, self.prompts)), self.chunk):
-            yield [p[begin : begin + self.chunk] for p in self.prompts]
+            yield [s[begin : begin + self.chunk] for s in sequences]
 
     def _step(self, bucket, **inputs):
         outputs, self.pool = bucket(self.passes.state, self.pool, {"page_table": self.table, **inputs})
@@ -194,20 +194,20 @@ class _Run:
         first = np.zeros(batch, np.int32)
         done = np.zeros(len(self.prompts), np.int32)
         sampled, drafted = [], []
-        for number, parts in enumerate(self._parts()):
+        following = [np.append(p[1:], np.int32(-1)) for p in self.prompts]  # -1: the token that the model samples
+        both = zip(self._parts(self.prompts), self._parts(following), strict=True)
+        for number, (parts, next_parts) in enumerate(both):
             q_lens = np.array([len(part) for part in parts], np.int32)
             done += q_lens
             lengths = {"seq_lens": _padded(done * (q_lens > 0), batch), "q_lens": _padded(q_lens, batch)}
-            rows = np.concatenate(parts)
-            out = self._step(self.passes.extend if number else self.passes.prefill, tokens=rows, **lengths)
+            bucket = self.passes.extend if number else self.passes.prefill
+            out = self._step(bucket, tokens=np.concatenate(parts), **lengths)
             sampled.append(out["tokens"])
             if self.tree:
-                following = [p[n - len(part) + 1 : n + 1] for p, part, n in zip(self.prompts, parts, done, strict=True)]
-                shifted = [np.append(f, [-1] * (len(part) - len(f))) for f, part in zip(following, parts, strict=True)]
                 drafted.append(
                     self._step(
                         self.passes.draft_prefill,
-                        next_tokens=_padded(np.concatenate(shifted), out["hidden"].shape[0]),
+                        next_tokens=np.concatenate(next_parts),
                         sampled=out["tokens"],
                         hidden=out["hidden"],
                         **lengths,
