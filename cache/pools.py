@@ -72,6 +72,16 @@ class LatentPool:
         """Type of the stored rows."""
         return np.dtype(self.data.dtype)
 
+    def check_layer(self, layer: int | Int[Array, ""]) -> None:
+        """Raise ValueError unless ``layer`` is one integer and, where its value is known, one of ``[0, L)``."""
+        if isinstance(layer, jax.Array):
+            if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+                raise ValueError(f"layer is {layer.dtype}{list(layer.shape)}, must be one integer, []")
+        elif not isinstance(layer, int | np.integer):
+            raise ValueError(f"layer={layer} must be an integer")
+        elif not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer={layer} must be 0 to {self.num_layers - 1}")
+
     def physical_pages(self, pages: Int[Array, "..."], layer: int | Int[Array, "..."]) -> Int[Array, "..."]:
         """Index into ``data``'s first axis of ``pages`` (ids within ``layer``; int32, in range stays in range)."""
         return pages * self.page_stride + jnp.asarray(layer, jnp.int32) * self.layer_stride

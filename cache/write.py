@@ -27,9 +27,11 @@ def write_latent(
         layer: which layer, a Python int or an int32 scalar (as inside ``lax.scan``).
 
     Raises:
-        ValueError: widths that are not the pool's, or row counts that differ.
+        ValueError: widths that are not the pool's, row counts that differ, or a layer that does not exist. (A traced
+            layer outside ``[0, L)`` writes nothing.)
     """
     _check_rows(pool, latent, rope, slots)
+    pool.check_layer(layer)
     rows = jnp.concatenate([latent.astype(pool.dtype), rope.astype(pool.dtype)], axis=-1)
     return _scatter(pool, rows, slots, layer)
 
@@ -46,7 +48,18 @@ def read_latent(
 
     Slots past the table's end repeat its last entry; rows past a request's length hold whatever the page holds. The
     caller masks both by length.
+
+    Raises:
+        ValueError: wrong shape, dtype, count or layer.
     """
+    pool.check_layer(layer)
+    _check_integers(page_table=page_table, starts=starts)
+    if page_table.ndim != 2:
+        raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W]")
+    if starts.shape != page_table.shape[:1]:
+        raise ValueError(f"starts has shape {starts.shape}, must be {page_table.shape[:1]}: [B] of page_table")
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens={num_tokens} must be an integer of at least 0")
     slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     rows = pool.data[gather_index(pool, page_table, slots, layer)]
     return rows[..., : pool.kv_lora_rank], rows[..., pool.kv_lora_rank :]
@@ -73,6 +86,7 @@ def move_rows(pool: LatentPool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> L
     """
     if src.shape != dst.shape:
         raise ValueError(f"src has shape {src.shape} and dst {dst.shape}: they must be equal")
+    _check_integers(src=src, dst=dst)
     limit = pool.num_pages * pool.page_size
     readable = (src >= 0) & (src < limit)
     src, dst = jnp.where(readable, src, 0), jnp.where(readable, dst, -1)
@@ -84,15 +98,29 @@ def move_rows(pool: LatentPool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> L
 
 def _scatter(pool: LatentPool, rows: Float[Array, "... C"], slots: Int[Array, "..."], layer) -> LatentPool:
     # A negative index would wrap to the end of the pool before mode="drop" looks at it, and a slot past its layer
-    # would land in the next one: both are sent to the first index that does not exist.
-    inside = (slots >= 0) & (slots < pool.num_pages * pool.page_size)
+    # would land in the next one: both are sent to the first index that does not exist. So are all slots of a layer
+    # that does not exist.
+    layer = jnp.asarray(layer)
+    inside = (slots >= 0) & (slots < pool.num_pages * pool.page_size) & (layer >= 0) & (layer < pool.num_layers)
     pages = pool.physical_pages(jnp.where(inside, slots // pool.page_size, 0), layer)
     pages = jnp.where(inside, pages, pool.data.shape[0])
     return dataclasses.replace(pool, data=pool.data.at[pages, slots % pool.page_size].set(rows, mode="drop"))
 
 
 def _check_rows(pool, latent, rope, slots):
-    want = (slots.shape[0], pool.kv_lora_rank), (slots.shape[0], pool.latent_dim - pool.kv_lora_rank)
-    for name, array, shape in (("latent", latent, want[0]), ("rope", rope, want[1])):
+    _check_integers(slots=slots)
+    if slots.ndim != 1:
+        raise ValueError(f"slots has shape {slots.shape}, must be [T]")
+    widths = pool.kv_lora_rank, pool.latent_dim - pool.kv_lora_rank
+    for name, array, width in (("latent", latent, widths[0]), ("rope", rope, widths[1])):
+        shape = (slots.shape[0], width)
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, must be {shape}: rows of slots, width of the pool")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {array.dtype}, must be a floating dtype")
+
+
+def _check_integers(**arrays):
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")

@@ -146,7 +146,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
         raise ValueError(f"metadata.page_table has shape {metadata.page_table.shape}: W must be at least 1")
     if metadata.max_q_len < 1 or metadata.kv_stride < 1:
         raise ValueError(f"max_q_len={metadata.max_q_len} and kv_stride={metadata.kv_stride} must be at least 1")
-    _check_layer(layer, pool.num_layers)
+    pool.check_layer(layer)
     if spec.window is not None and not causal:
         raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
     if tree_mask is not None:
@@ -160,14 +160,3 @@ def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
                 f"tree_mask is {tree_mask.dtype}{list(tree_mask.shape)}, must be bool [B, S, M] = "
                 f"[{batch}, {rows}, at least {rows}]"
             )
-
-
-def _check_layer(layer, num_layers):
-    if isinstance(layer, jax.Array):  # its value is known at run time only
-        check_shape("layer", layer, (), "one number")
-        if not jnp.issubdtype(layer.dtype, jnp.integer):
-            raise ValueError(f"layer has dtype {layer.dtype}, must be an integer dtype")
-    elif not isinstance(layer, int | np.integer):
-        raise ValueError(f"layer={layer} must be an integer or an array of one")
-    elif not 0 <= layer < num_layers:
-        raise ValueError(f"layer={layer} must be 0 to {num_layers - 1}")
