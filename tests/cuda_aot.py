@@ -1,0 +1,63 @@
+"""Compiles the library's programs for an H200 on a machine without a GPU and prints what memory they take, as JSON.
+
+Run by ``test_cuda_aot.py`` as a program of its own, for only there may XLA's CUDA plugin be found: JAX would look for a
+GPU. Its argument is ``bfloat16`` or ``float32``, for the programs of ``footprint.py`` with a pool of that type, or
+``passes``, for those of a whole model.
+"""
+
+# ruff: noqa: E402 -- where to import the library from is settled first
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import source_tree
+
+sys.meta_path.insert(0, source_tree.PathFinder)  # annotations are checked by the tests that run on the CPU
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from checkpoints import V3
+from footprint import LARGE, MISTAKES, PASSES, PROGRAMS, SMALL, Footprint, footprint, lower, lower_pass
+from mla_attn.models import load_checkpoint
+
+TARGET = Path(__file__).parent / "h200.txtpb"
+
+# For speed. Neither changes what is kept in memory: one chooses among instructions, the other among matrix products,
+# by timing them if there is a GPU.
+OPTIONS = {"xla_llvm_disable_expensive_passes": True, "xla_gpu_autotune_level": 0}
+
+
+def main(group: str) -> dict[str, list[Footprint] | str]:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    if group == "passes":
+        model = load_checkpoint(V3, dtype=jnp.bfloat16)
+        return {name: _attempt(_of_pass, name, model, device) for name in PASSES}
+    sizes = [dataclasses.replace(s, dtype=group) for s in (SMALL, LARGE)]
+    return {name: _attempt(_of_program, name, sizes, device) for name in PROGRAMS | MISTAKES}
+
+
+def _of_program(name, sizes, device) -> list[Footprint]:
+    """For each of the sizes; the largest alone for a mistake."""
+    sizes = sizes if name in PROGRAMS else sizes[-1:]
+    return [footprint(lower(name, s, device).compile(OPTIONS), s.layer_bytes) for s in sizes]
+
+
+def _of_pass(name, model, device) -> list[Footprint]:
+    lowered, layer_bytes = lower_pass(name, model, device)
+    return [footprint(lowered.compile(OPTIONS), layer_bytes, model.num_cache_layers)]
+
+
+def _attempt(function, *arguments):
+    """One program that does not compile must not hide the others."""
+    try:
+        return [dataclasses.asdict(found) for found in function(*arguments)]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    json.dump(main(sys.argv[1]), sys.stdout)

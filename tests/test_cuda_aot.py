@@ -1,0 +1,71 @@
+"""The same as ``test_memory.py`` for CUDA, without a GPU: the programs are compiled for an H200 and looked at.
+
+XLA's CUDA compiler is fetched by ``make cuda-aot``; ``MLA_ATTN_CUDA_AOT`` names another folder that holds it.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from footprint import MISTAKES, PASSES, PROGRAMS, Footprint, assert_in_place
+from source_tree import ROOT
+
+FOLDER = Path(os.environ.get("MLA_ATTN_CUDA_AOT", ROOT / ".venv" / "cuda-aot"))
+_WHEEL = FOLDER / f"jax_cuda13_pjrt-{jax.__version__}.dist-info"
+pytestmark = pytest.mark.skipif(
+    not _WHEEL.is_dir(), reason=f"needs XLA's CUDA compiler, of JAX's version, in {FOLDER}: run `make cuda-aot`"
+)
+
+DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
+
+
+@functools.cache
+def _compiled(group: str) -> dict:
+    """What ``cuda_aot.py`` prints, from one process for all tests of a group."""
+    paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).parent / "cuda_aot.py", group],
+        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def footprints(group: str, name: str) -> list[Footprint]:
+    found = _compiled(group)[name]
+    assert isinstance(found, list), found
+    return [Footprint(**each) for each in found]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_scratch_depends_neither_on_the_pool_nor_on_the_width_of_the_table(name, dtype):
+    assert_in_place(*footprints(dtype, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSES)
+def test_whole_models_hold_one_pool(name):
+    [found] = footprints("passes", name)
+    assert found.unaliased == 0
+    assert found.temp < found.layer / 2
+    assert not found.copies
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_these_tests_notice(name):
+    [large] = footprints("bfloat16", name)
+    with pytest.raises(AssertionError):
+        assert_in_place(large, large)
+
+
+def test_this_process_does_not_see_the_plugin():
+    assert str(FOLDER) not in sys.path
