@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_attn.cache.pools import LatentPool
 from mla_attn.cache.write import read_latent, write_latent
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops.checks import check_shape
+from mla_attn.ops.checks import check_pool, check_shape
 from mla_attn.ops.merge import merge_states
 from mla_attn.ops.mla import mla_attention
 from mla_attn.ops.ragged import ragged_attention
@@ -159,6 +159,7 @@ def prefill(
     Returns:
         ``(out [T, H, V], pool)``.
     """
+    _check_expanded(q, k, v, pool, metadata, spec)
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
     out, _ = _fresh(_scaled(q, metadata, query_scaling), k, v, metadata, spec, implementation)
     return out.astype(q.dtype), pool
@@ -214,6 +215,7 @@ def extend(
         raise NotImplementedError(f"extend with window={spec.window} is not served: use mla_attention")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    _check_expanded(q, k, v, pool, metadata, spec)
     heads, v_dim = q.shape[1], v.shape[2]
     check_shape("w_uk", w_uk, (heads, q.shape[2] - rope.shape[1], spec.kv_lora_rank), "[H, D - E, R]")
     check_shape("w_uv", w_uv, (heads, v_dim, spec.kv_lora_rank), "[H, V, R]")
@@ -250,6 +252,17 @@ def extend(
 
     out, _ = jax.lax.fori_loop(0, -(-jnp.max(prefix, initial=0) // chunk), add_chunk, state)
     return out.astype(q.dtype), pool
+
+
+def _check_expanded(q, k, v, pool, metadata, spec):
+    for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[T, H, D]"), ("v", v, "[T, H, V]")):
+        if array.ndim != 3:
+            raise ValueError(f"{name} has shape {array.shape}, must be {axes}")
+    rows = (metadata.slots.shape[0], spec.num_heads)
+    check_shape("q", q, (*rows, q.shape[2]), "T of metadata.slots, spec's H")
+    check_shape("k", k, (*rows, q.shape[2]), "as q")
+    check_shape("v", v, (*rows, v.shape[2]), "rows and heads of q")
+    check_pool(pool, spec)
 
 
 def _fresh(q, k, v, metadata, spec, implementation):

@@ -17,3 +17,11 @@ def check_type(name: str, array, kind) -> None:
 def check_out_dtype(out_dtype) -> None:
     if out_dtype is not None and not jnp.issubdtype(out_dtype, jnp.floating):
         raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a floating dtype")
+
+
+def check_pool(pool, spec) -> None:
+    if (pool.kv_lora_rank, pool.latent_dim) != (spec.kv_lora_rank, spec.latent_dim):
+        raise ValueError(
+            f"pool holds rows of {pool.kv_lora_rank} + {pool.latent_dim - pool.kv_lora_rank} channels, must be spec's "
+            f"{spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+        )
