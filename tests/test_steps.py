@@ -1,0 +1,423 @@
+"""The steps against unabsorbed attention in float64: every mode computes the same rows of the same sequences."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+from mla_attn import metadata as md
+from mla_attn import steps
+from mla_attn.cache import LatentPool
+from mla_attn.specs import MLASpec
+
+HEADS, NOPE, ROPE, RANK, VALUE = 3, 8, 4, 16, 6
+LAYERS, PAGES, PAGE, WIDTH = 3, 24, 4, 8
+SPEC = MLASpec(num_heads=HEADS, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, scale=(NOPE + ROPE) ** -0.5)
+LENGTH = 31  # tokens of every sequence
+ABSORBED = {
+    "decode": steps.decode,
+    "target_verify": steps.target_verify,
+    "draft_extend": steps.draft_extend,
+    "draft_decode": steps.draft_decode,
+}
+
+
+def i32(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+@dataclasses.dataclass
+class World:
+    """Three sequences, for every layer other ones, whose keys and values come from weights of that layer."""
+
+    seed: int = 0
+
+    def __post_init__(self):
+        rng = np.random.default_rng(self.seed)
+        shape = (LAYERS, 3, LENGTH)
+        self.q_nope = rng.standard_normal((*shape, HEADS, NOPE))
+        self.q_rope = rng.standard_normal((*shape, HEADS, ROPE))
+        # What the pool stores and the oracle reads is the same: float32 numbers.
+        self.latent, self.rope = (rng.standard_normal((*shape, n)).astype(np.float32) for n in (RANK, ROPE))
+        self.w_uk = (rng.standard_normal((LAYERS, HEADS, NOPE, RANK)) / 4).astype(np.float32)
+        self.w_uv = (rng.standard_normal((LAYERS, HEADS, VALUE, RANK)) / 4).astype(np.float32)
+        self.table = rng.permutation(PAGES).reshape(3, WIDTH).astype(np.int32)
+
+    def keys(self, layer, b):
+        """Expanded keys and values of a sequence, float64 [n, H, D] and [n, H, V]."""
+        latent = self.latent[layer, b].astype(np.float64)
+        nope = np.einsum("nr,hdr->nhd", latent, self.w_uk[layer])
+        rope = np.repeat(self.rope[layer, b][:, None].astype(np.float64), HEADS, axis=1)
+        return np.concatenate([nope, rope], axis=-1), np.einsum("nr,hvr->nhv", latent, self.w_uv[layer])
+
+    def expected(self, layer, b, position, *, keys=None, factor=1.0, window=None, soft_cap=None):
+        """Attention of the query at ``position`` over the keys before it and its own, [H, V]."""
+        k, v = self.keys(layer, b)
+        first = 0 if window is None else max(position - window + 1, 0)
+        seen = slice(first, position + 1) if keys is None else keys
+        q = factor * np.concatenate([self.q_nope[layer, b, position], self.q_rope[layer, b, position]], axis=-1)
+        return oracle.attend(q, k[seen], v[seen], scale=SPEC.scale, soft_cap=soft_cap)[0]
+
+    def pool(self, prefix_lens, dtype=jnp.float32):
+        """A pool that holds the prefixes in every layer, and NaN everywhere else."""
+        data = np.full((LAYERS, PAGES, PAGE, RANK + ROPE), np.nan, np.float32)
+        for b, length in enumerate(prefix_lens):
+            for p in range(length):
+                row = np.concatenate([self.latent[:, b, p], self.rope[:, b, p]], axis=-1)
+                data[:, self.table[b, p // PAGE], p % PAGE] = row
+        pool = LatentPool.create(num_layers=LAYERS, num_pages=PAGES, page_size=PAGE, spec=SPEC, dtype=dtype)
+        return dataclasses.replace(pool, data=jnp.array(data.reshape(pool.data.shape), dtype))
+
+    def rows(self, metadata, layer, prefix_lens, *tensors):
+        """Each tensor's rows of this call's tokens, NaN on padding."""
+        made = [np.full((metadata.slots.shape[0], *x.shape[3:]), np.nan, np.float32) for x in tensors]
+        for b, j, t in row_places(metadata):
+            for rows, x in zip(made, tensors, strict=True):
+                rows[t] = x[layer, b, prefix_lens[b] + j]
+        return made
+
+    def absorbed(self, metadata, layer, prefix_lens, dtype=jnp.float32):
+        """``q_latent, q_rope, latent, rope`` of a call."""
+        q_latent = np.einsum("lbnhd,lhdr->lbnhr", self.q_nope, self.w_uk)
+        made = self.rows(metadata, layer, prefix_lens, q_latent, self.q_rope, self.latent, self.rope)
+        return tuple(jnp.asarray(x, dtype) for x in made)
+
+    def expanded(self, metadata, layer, prefix_lens, dtype=jnp.float32):
+        """``q, k, v, latent, rope`` of a call."""
+        keys = [[self.keys(n, b) for b in range(3)] for n in range(LAYERS)]
+        k, v = (np.array([[pair[i] for pair in row] for row in keys]) for i in (0, 1))
+        q = np.concatenate([self.q_nope, self.q_rope], axis=-1)
+        made = self.rows(metadata, layer, prefix_lens, q, k, v, self.latent, self.rope)
+        return tuple(jnp.asarray(x, dtype) for x in made)
+
+    def weights(self, layer):
+        return jnp.asarray(self.w_uk[layer]), jnp.asarray(self.w_uv[layer])
+
+    def check(self, out, metadata, layer, prefix_lens, *, absorbed, atol=2e-5, **rules):
+        """Holds every row against unabsorbed attention; padding must be exactly 0."""
+        assert np.isfinite(out).all()
+        out = np.asarray(out, np.float64)
+        if absorbed:
+            out = np.einsum("thr,hvr->thv", out, self.w_uv[layer])
+        padding = np.ones(out.shape[0], bool)
+        for b, j, t in row_places(metadata):
+            want = self.expected(layer, b, prefix_lens[b] + j, **rules)
+            np.testing.assert_allclose(out[t], want, atol=atol, err_msg=f"request {b}, row {j}")
+            padding[t] = False
+        assert (out[padding] == 0).all()
+
+    def check_pool(self, pool, before, metadata, layer, prefix_lens):
+        """This call's rows are in place, and no other byte of any layer has changed."""
+        want = before.reshape(LAYERS, PAGES, PAGE, -1).copy()
+        for b, j, _ in row_places(metadata):
+            p = prefix_lens[b] + j
+            row = np.concatenate([self.latent[layer, b, p], self.rope[layer, b, p]])
+            want[layer, self.table[b, p // PAGE], p % PAGE] = row
+        assert np.asarray(pool.data).tobytes() == want.tobytes()
+
+
+def row_places(metadata):
+    """Request, number and place of every row."""
+    for b, (start, length) in enumerate(zip(metadata.q_starts.tolist(), metadata.q_lens.tolist(), strict=True)):
+        for j in range(length):
+            yield b, j, start + j
+
+
+def copied(pool):
+    """The bytes of a pool, in memory of NumPy's own: a view would keep the pool from being donated."""
+    return np.array(pool.data + 0)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World()
+
+
+def make_metadata(world, mode, prefix_lens, q_lens=(1, 1, 1), step=2):
+    table, prefix, rows = jnp.asarray(world.table), i32(*prefix_lens), i32(*q_lens)
+    return {
+        "decode": lambda: md.for_decode(table, prefix + rows, page_size=PAGE),
+        "target_verify": lambda: md.for_target_verify(table, prefix, num_tokens=4, q_lens=rows, page_size=PAGE),
+        "draft_extend": lambda: md.for_draft_extend(
+            table, prefix + rows, rows, max_q_len=4, num_rows=11, page_size=PAGE
+        ),
+        "draft_decode": lambda: md.for_draft_decode(table, prefix - step, step, page_size=PAGE),
+        "extend": lambda: md.for_extend(table, prefix + rows, rows, max_q_len=9, num_rows=20, page_size=PAGE),
+    }[mode]()
+
+
+CALLS = {  # prefix lengths and rows of each request: page ends, an idle request, a full table
+    "decode": [((3, 4, 30), (1, 1, 1)), ((8, 0, 7), (1, 0, 1)), ((0, 15, 16), (1, 1, 1))],
+    "target_verify": [((3, 5, 27), (4, 4, 4)), ((0, 4, 12), (4, 1, 0))],
+    "draft_extend": [((3, 5, 27), (4, 2, 1)), ((0, 7, 12), (1, 4, 0))],
+    "draft_decode": [((3, 4, 30), (1, 1, 1)), ((8, 5, 15), (1, 1, 1))],
+}
+
+
+@pytest.mark.parametrize("mode", ABSORBED)
+def test_absorbed_modes(world, mode):
+    """Write, attend, give back the pool; the donated one is gone. The modes agree, for they agree with one oracle."""
+    for layer, (prefix_lens, q_lens) in enumerate(CALLS[mode]):
+        metadata = make_metadata(world, mode, prefix_lens, q_lens)
+        pool = world.pool(prefix_lens)
+        before, data = copied(pool), pool.data
+        out, pool = ABSORBED[mode](*world.absorbed(metadata, layer, prefix_lens), pool, metadata, SPEC, layer=layer)
+        assert out.dtype == jnp.float32 and data.is_deleted()
+        world.check(out, metadata, layer, prefix_lens, absorbed=True)
+        world.check_pool(pool, before, metadata, layer, prefix_lens)
+
+
+def test_prefill(world):
+    """Nothing is read from the cache: it holds NaN."""
+    for layer, q_lens in ((0, (9, 4, 0)), (2, (1, 8, 3))):
+        metadata = make_metadata(world, "extend", (0, 0, 0), q_lens)
+        pool = world.pool((0, 0, 0))
+        before, data = copied(pool), pool.data
+        out, pool = steps.prefill(*world.expanded(metadata, layer, (0, 0, 0)), pool, metadata, SPEC, layer=layer)
+        assert out.shape == (20, HEADS, VALUE) and data.is_deleted()
+        world.check(out, metadata, layer, (0, 0, 0), absorbed=False)
+        world.check_pool(pool, before, metadata, layer, (0, 0, 0))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, PAGE, 100])
+def test_extend_by_chunks(world, chunk_size):
+    """Prefixes of several chunks, of part of one, and of none; none at all is prefill."""
+    for layer, (prefix_lens, q_lens) in enumerate(
+        [((22, 3, 0), (9, 4, 5)), ((0, 0, 0), (9, 4, 5)), ((8, 12, 5), (2, 0, 9))]
+    ):
+        metadata = make_metadata(world, "extend", prefix_lens, q_lens)
+        pool = world.pool(prefix_lens)
+        before, data = copied(pool), pool.data
+        out, pool = steps.extend(
+            *world.expanded(metadata, layer, prefix_lens), *world.weights(layer), pool, metadata, SPEC, layer=layer,
+            chunk_size=chunk_size,
+        )  # fmt: skip
+        assert data.is_deleted()
+        world.check(out, metadata, layer, prefix_lens, absorbed=False)
+        world.check_pool(pool, before, metadata, layer, prefix_lens)
+
+
+def test_extend_in_pieces_is_one_pass(world):
+    """A prompt of 31 in pieces of 9 leaves the cache, and gives the rows, that a longer pass would."""
+    pool = world.pool((0, 0, 0))
+    for start in range(0, LENGTH, 9):
+        prefix_lens, q_lens = (start,) * 3, (min(9, LENGTH - start), 0, 0)
+        metadata = make_metadata(world, "extend", prefix_lens, q_lens)
+        args = world.expanded(metadata, 1, prefix_lens)
+        out, pool = steps.extend(*args, *world.weights(1), pool, metadata, SPEC, layer=1, chunk_size=5)
+        world.check(out, metadata, 1, prefix_lens, absorbed=False)
+    written = (
+        np.asarray(pool.data).reshape(LAYERS, PAGES, PAGE, -1)[1, world.table[0]].reshape(-1, RANK + ROPE)[:LENGTH]
+    )
+    assert (written == np.concatenate([world.latent[1, 0], world.rope[1, 0]], axis=-1)).all()
+
+
+def test_bfloat16(world):
+    """Rounding of inputs alone makes about a hundredth; the modes must not add to that."""
+    prefix_lens, q_lens = (22, 3, 0), (9, 4, 5)
+    metadata = make_metadata(world, "extend", prefix_lens, q_lens)
+    args, weights = world.expanded(metadata, 1, prefix_lens, jnp.bfloat16), world.weights(1)
+    out, pool = steps.extend(
+        *args, *weights, world.pool(prefix_lens, jnp.bfloat16), metadata, SPEC, layer=1, chunk_size=5
+    )
+    assert out.dtype == jnp.bfloat16 and pool.dtype == jnp.bfloat16
+    world.check(out.astype(jnp.float32), metadata, 1, prefix_lens, absorbed=False, atol=0.03)
+    metadata = make_metadata(world, "decode", (22, 3, 0))
+    args = world.absorbed(metadata, 1, prefix_lens, jnp.bfloat16)
+    out, _ = steps.decode(*args, world.pool(prefix_lens, jnp.bfloat16), metadata, SPEC, layer=1)
+    assert out.dtype == jnp.bfloat16
+    world.check(out.astype(jnp.float32), metadata, 1, prefix_lens, absorbed=True, atol=0.05)
+
+
+def test_soft_cap_and_window(world):
+    spec = dataclasses.replace(SPEC, soft_cap=0.7)
+    prefix_lens, q_lens = (22, 3, 0), (9, 4, 5)
+    metadata = make_metadata(world, "extend", prefix_lens, q_lens)
+    out, _ = steps.extend(
+        *world.expanded(metadata, 0, prefix_lens), *world.weights(0), world.pool(prefix_lens), metadata, spec,
+        chunk_size=5, implementation="reference",
+    )  # fmt: skip
+    world.check(out, metadata, 0, prefix_lens, absorbed=False, soft_cap=0.7)
+    spec = dataclasses.replace(spec, window=3)
+    none = (0, 0, 0)
+    metadata = make_metadata(world, "extend", none, q_lens)
+    out, _ = steps.prefill(
+        *world.expanded(metadata, 0, none), world.pool(none), metadata, spec, implementation="reference"
+    )
+    world.check(out, metadata, 0, none, absorbed=False, soft_cap=0.7, window=3)
+
+
+def test_rows_past_the_limit(world):
+    """Drafts past the last page write nothing and give zeros; the rows before them are right."""
+    prefix_lens = (30, 29, 2)
+    table = jnp.asarray(world.table)
+    metadata = md.for_target_verify(table, i32(*prefix_lens), num_tokens=4, page_size=PAGE, max_len=LENGTH)
+    assert metadata.q_lens.tolist() == [1, 2, 4]
+    pool = world.pool(prefix_lens)
+    before = copied(pool)
+    args = world.absorbed(metadata, 0, prefix_lens)
+    out, pool = steps.target_verify(*(jnp.nan_to_num(x, nan=7.0) for x in args), pool, metadata, SPEC)
+    world.check(out, metadata, 0, prefix_lens, absorbed=True)
+    world.check_pool(pool, before, metadata, 0, prefix_lens)
+
+
+def test_a_tree_is_verified_along_its_paths(world):
+    """Anchor 20, drafts 21 and 22 side by side, 23 below 22: no branch sees the other."""
+    prefix_lens = (20, 20, 20)
+    metadata = make_metadata(world, "target_verify", prefix_lens, (4, 4, 4))
+    mask = jnp.asarray([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]] * 3, bool)
+    out, _ = steps.target_verify(
+        *world.absorbed(metadata, 1, prefix_lens), world.pool(prefix_lens), metadata, SPEC, layer=1, tree_mask=mask
+    )
+    out = np.einsum("thr,hvr->thv", out, world.w_uv[1]).reshape(3, 4, HEADS, VALUE)
+    for b in range(3):
+        for j, seen in enumerate(([20], [20, 21], [20, 22], [20, 22, 23])):
+            want = world.expected(1, b, 20 + j, keys=[*range(20), *seen])
+            np.testing.assert_allclose(out[b, j], want, atol=2e-5)
+
+
+def test_decode_and_verify_agree_bit_for_bit_when_asked(world):
+    prefix_lens = (3, 5, 22)
+    verify = make_metadata(world, "target_verify", prefix_lens, (4, 4, 4))
+    decode = make_metadata(world, "decode", prefix_lens)
+    results = [
+        step(*world.absorbed(m, 2, prefix_lens), world.pool(prefix_lens), m, SPEC, layer=2, batch_invariant=True)[0]
+        for step, m in ((steps.target_verify, verify), (steps.decode, decode))
+    ]
+    assert np.asarray(results[0][::4]).tobytes() == np.asarray(results[1]).tobytes()
+
+
+@pytest.mark.parametrize("outer", ["jit", "scan"])
+def test_inside_other_programs(world, outer):
+    """Steps inline: the outer program donates, and may trace the layer."""
+    prefix_lens = (3, 4, 22)
+    metadata = make_metadata(world, "decode", prefix_lens)
+    args = [world.absorbed(metadata, layer, prefix_lens) for layer in range(LAYERS)]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def unrolled(pool, args):
+        outs = []
+        for layer in range(LAYERS):
+            out, pool = steps.decode(*args[layer], pool, metadata, SPEC, layer=layer, implementation="reference")
+            outs.append(out)
+        return outs, pool
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def scanned(pool, args):
+        def body(pool, inputs):
+            layer, args = inputs
+            out, pool = steps.decode(*args, pool, metadata, SPEC, layer=layer)
+            return pool, out
+
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *args)
+        pool, outs = jax.lax.scan(body, pool, (jnp.arange(LAYERS), stacked))
+        return outs, pool
+
+    pool = world.pool(prefix_lens)
+    data = pool.data
+    outs, pool = {"jit": unrolled, "scan": scanned}[outer](pool, args)
+    assert data.is_deleted()
+    want = world.pool([p + 1 for p in prefix_lens])
+    assert np.asarray(pool.data).tobytes() == np.asarray(want.data).tobytes()
+    for layer in range(LAYERS):
+        world.check(outs[layer], metadata, layer, prefix_lens, absorbed=True)
+
+
+def llama4(position, beta=0.4, original=5):
+    return 1 + beta * np.log(1 + np.floor(position / original))
+
+
+def test_query_scaling_is_the_formula():
+    scaling = steps.QueryScaling(beta=0.4, original_max_position=5)
+    positions = np.array([0, 4, 5, 9, 10, 31, 10**6, 2**31 - 1], np.int32)
+    got = scaling.factors(jnp.asarray(positions))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, llama4(positions), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["decode", "target_verify", "prefill", "extend"])
+def test_query_scaling(world, mode):
+    """The factor of each row's own position, in every form of attention."""
+    scaling = steps.QueryScaling(beta=0.4, original_max_position=5)
+    prefix_lens = (0, 0, 0) if mode == "prefill" else (22, 3, 9)
+    q_lens = {"decode": (1, 1, 1), "target_verify": (4, 1, 3)}.get(mode, (9, 4, 6))
+    metadata = make_metadata(world, "extend" if mode in ("prefill", "extend") else mode, prefix_lens, q_lens)
+    options = {"layer": 1, "query_scaling": scaling, "implementation": "reference"}
+    pool = world.pool(prefix_lens)
+    if mode in ABSORBED:
+        out, _ = ABSORBED[mode](*world.absorbed(metadata, 1, prefix_lens), pool, metadata, SPEC, **options)
+        out = np.einsum("thr,hvr->thv", out, world.w_uv[1])
+    elif mode == "prefill":
+        out, _ = steps.prefill(*world.expanded(metadata, 1, prefix_lens), pool, metadata, SPEC, **options)
+    else:
+        args = (*world.expanded(metadata, 1, prefix_lens), *world.weights(1))
+        out, _ = steps.extend(*args, pool, metadata, SPEC, chunk_size=5, **options)
+    for b, j, t in row_places(metadata):
+        position = prefix_lens[b] + j
+        want = world.expected(1, b, position, factor=llama4(position))
+        np.testing.assert_allclose(out[t], want, atol=2e-5)
+
+
+def test_query_scaling_refuses_no_length():
+    with pytest.raises(ValueError, match="original_max_position=0 must be at least 1"):
+        steps.QueryScaling(beta=0.1, original_max_position=0)
+
+
+EXTEND_ERRORS = [
+    ({"chunk_size": 0}, ValueError, "chunk_size=0 must be at least 1"),
+    ({"w_uk": jnp.zeros((HEADS, NOPE + 1, RANK))}, ValueError, r"w_uk has shape \(3, 9, 16\), must be \(3, 8, 16\)"),
+    ({"w_uk": jnp.zeros((HEADS, RANK, NOPE))}, ValueError, r"w_uk has shape \(3, 16, 8\), must be \(3, 8, 16\)"),
+    ({"w_uv": jnp.zeros((HEADS, VALUE, 1))}, ValueError, r"w_uv has shape \(3, 6, 1\), must be \(3, 6, 16\)"),
+    ({"spec": dataclasses.replace(SPEC, window=3)}, NotImplementedError, "extend with window=3 is not served"),
+]
+ERRORS = [
+    ({"q": jnp.zeros((19, HEADS, 12))}, ValueError, r"q has shape \(19, 3, 12\), must be \(20, 3, 12\)"),
+    ({"k": jnp.zeros((21, HEADS, 12))}, ValueError, r"k has shape \(21, 3, 12\), must be \(20, 3, 12\)"),
+    ({"k": jnp.zeros((20, 1, 12))}, ValueError, r"k has shape \(20, 1, 12\), must be \(20, 3, 12\)"),
+    ({"v": jnp.zeros((21, HEADS, 6))}, ValueError, r"v has shape \(21, 3, 6\), must be \(20, 3, 6\)"),
+    ({"q": jnp.zeros((20, 36))}, ValueError, r"q has shape \(20, 36\), must be \[T, H, D\]"),
+    ({"latent": jnp.zeros((19, RANK))}, ValueError, r"latent has shape \(19, 16\), must be \(20, 16\)"),
+    ({"spec": dataclasses.replace(SPEC, num_heads=4)}, ValueError, r"q has shape \(20, 3, 12\), must be \(20, 4, 12\)"),
+    ({"spec": dataclasses.replace(SPEC, kv_lora_rank=12)}, ValueError, r"pool holds rows of 16 \+ 4 channels"),
+    ({"implementation": "cuda"}, ValueError, "implementation='cuda' must be one of"),
+    ({"layer": 0.5}, ValueError, r"layer is float32\[\], must be one integer"),
+]
+
+
+@pytest.mark.parametrize(
+    "step, change, error, message",
+    [(steps.extend, *case) for case in EXTEND_ERRORS + ERRORS] + [(steps.prefill, *case) for case in ERRORS],
+)
+def test_errors_of_expanded_modes(unchecked, world, step, change, error, message):
+    metadata = make_metadata(world, "extend", (2, 2, 2), (1, 1, 1))
+    names = ("q", "k", "v", "latent", "rope")
+    call = dict(zip(names, world.expanded(metadata, 0, (2, 2, 2)), strict=True))
+    if step is steps.extend:
+        call |= dict(zip(("w_uk", "w_uv"), world.weights(0), strict=True))
+    call |= {"pool": world.pool((2, 2, 2)), "metadata": metadata, "spec": SPEC, **change}
+    with pytest.raises(error, match=message):
+        step.trace(**call)
+
+
+@pytest.mark.parametrize("mode", ABSORBED)
+def test_errors_of_absorbed_modes(unchecked, world, mode):
+    metadata = make_metadata(world, mode, (3, 4, 5))
+    q_latent, q_rope, latent, rope = world.absorbed(metadata, 0, (3, 4, 5))
+    pool = world.pool((3, 4, 5))
+    with pytest.raises(ValueError, match=r"latent has shape \(2, 16\), must be"):
+        ABSORBED[mode](q_latent, q_rope, latent[:2], rope, pool, metadata, SPEC)
+    with pytest.raises(ValueError, match=r"q_latent has shape \(2, 3, 16\), must be"):
+        ABSORBED[mode](q_latent[:2], q_rope, latent, rope, pool, metadata, SPEC)
+    with pytest.raises(NotImplementedError, match="no 'triton' implementation"):
+        ABSORBED[mode](q_latent, q_rope, latent, rope, pool, metadata, SPEC, implementation="triton")
+
+
+@pytest.mark.parametrize("step", [*ABSORBED.values(), steps.prefill, steps.extend], ids=lambda step: step.__name__)
+def test_steps_are_told_apart(step):
+    """Profiles and compilation logs show each under its own name, and each says what it takes."""
+    assert step.__name__ in ("decode", "target_verify", "draft_extend", "draft_decode", "prefill", "extend")
+    assert "Args:" in step.__doc__ and getattr(steps, step.__name__) is step
