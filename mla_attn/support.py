@@ -1,4 +1,4 @@
-"""The support table: what each implementation says of a list of calls. README and ``mla-attn supports`` print this."""
+"""What each implementation says of a call, and of a list of them: the table in README and ``mla-attn supports``."""
 
 import jax.numpy as jnp
 
@@ -8,7 +8,17 @@ from mla_attn.specs import MLASpec
 _SPEC = {"num_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": 0.1}
 
 
-def _mla_call(*, page_size=64, dtype=jnp.bfloat16, max_q_len=1, causal=True, tree=False, batch_invariant=False, **spec):
+def _mla_call(
+    *,
+    page_size=64,
+    dtype=jnp.bfloat16,
+    max_q_len=1,
+    causal=True,
+    tree=False,
+    batch_invariant=False,
+    platform="cpu",
+    **spec,
+):
     return mla.MLACall(
         spec=MLASpec(**{**_SPEC, **spec}),
         page_size=page_size,
@@ -17,7 +27,12 @@ def _mla_call(*, page_size=64, dtype=jnp.bfloat16, max_q_len=1, causal=True, tre
         causal=causal,
         tree=tree,
         batch_invariant=batch_invariant,
+        platform=platform,
     )
+
+
+def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128):
+    return ragged.RaggedCall(heads=heads, kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v_dim)
 
 
 CALLS = {
@@ -38,12 +53,35 @@ CALLS = {
         "batch_invariant=True": _mla_call(batch_invariant=True),
     },
     "ragged_attention": {
-        "128 heads, 192/128": ragged.RaggedCall(heads=128, kv_heads=128, qk_dim=192, v_dim=128),
-        "32 heads over 8, 128/128": ragged.RaggedCall(heads=32, kv_heads=8, qk_dim=128, v_dim=128),
+        "128 heads, 192/128": _ragged_call(),
+        "32 heads over 8, 128/128": _ragged_call(heads=32, kv_heads=8, qk_dim=128),
     },
 }
 
 IMPLEMENTATIONS = {"mla_attention": mla.IMPLEMENTATIONS, "ragged_attention": ragged.IMPLEMENTATIONS}
+
+
+def supports(op: str, **facts) -> dict[str, str | None]:
+    """Which implementations serve a call, by name: None, or the reason for a refusal, which the op would raise.
+
+    Args:
+        op: "mla_attention" or "ragged_attention".
+        facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
+            ``page_size``, ``dtype`` of the pool, ``max_q_len``, ``causal``, ``tree`` (whether there is a
+            ``tree_mask``), ``batch_invariant``, ``platform``, and the fields of ``MLASpec``. For ``ragged_attention``
+            (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``.
+
+    Raises:
+        ValueError: an op or a fact that does not exist, or a value that no call may have.
+    """
+    make = {"mla_attention": _mla_call, "ragged_attention": _ragged_call}.get(op)
+    if make is None:
+        raise ValueError(f"op={op!r} must be one of {', '.join(IMPLEMENTATIONS)}")
+    try:
+        call = make(**facts)
+    except TypeError as error:
+        raise ValueError(f"facts of {op}: {error}") from None
+    return {i.name: i.supports(call) for i in IMPLEMENTATIONS[op]}
 
 
 def support_table() -> str:

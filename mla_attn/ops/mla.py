@@ -30,15 +30,28 @@ class MLACall:
     batch_invariant: bool = False
     platform: str = "cpu"
 
+    def __post_init__(self):
+        if self.page_size < 1 or self.max_q_len < 1:
+            raise ValueError(f"page_size={self.page_size} and max_q_len={self.max_q_len} must be at least 1")
+        if self.spec.window is not None and not self.causal:
+            raise ValueError(f"causal=False with window={self.spec.window}: a window needs causal=True")
+
+
+def _tree_with_window(call: MLACall) -> str | None:
+    """What no implementation serves."""
+    return f"tree_mask with window={call.spec.window}" if call.tree and call.spec.window is not None else None
+
 
 def _xla_supports(call: MLACall) -> str | None:
     if call.batch_invariant and call.platform != "cpu":
         return f"batch_invariant=True is promised on cpu only, not on {call.platform}"
-    return None
+    return _tree_with_window(call)
 
 
 def _reference_supports(call: MLACall) -> str | None:
-    return "batch_invariant=True is not promised: it is the specification of values" if call.batch_invariant else None
+    if call.batch_invariant:
+        return "batch_invariant=True is not promised: it is the specification of values"
+    return _tree_with_window(call)
 
 
 IMPLEMENTATIONS = (
@@ -84,7 +97,8 @@ def mla_attention(
         out_dtype: dtype of ``out``; that of ``q_latent`` if None.
         implementation: "xla" or "reference"; None picks.
         batch_invariant: the bits of a row depend on its query, its visible keys and static arguments alone, not on its
-            batch, bucket or mode: a decode row equals the same row of a verify call.
+            batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
+            rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.
 
     Returns:
         ``out`` [T, H, R]; with ``return_lse`` also ``lse`` float32 [T, H], the natural log of the sum of exp(score). A
@@ -94,7 +108,7 @@ def mla_attention(
         ValueError: wrong shape, dtype or static value, when traced.
         NotImplementedError: no implementation (or not the named one) serves the call, with the reason.
     """
-    _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer)
+    _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer)
     check_out_dtype(out_dtype)
     call = MLACall(
         spec=spec,
@@ -123,7 +137,7 @@ def mla_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
+def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):
     rows = metadata.slots.shape[0]
     check_shape("q_latent", q_latent, (rows, spec.num_heads, spec.kv_lora_rank), "T of metadata.slots, spec's H and R")
     check_shape("q_rope", q_rope, (rows, spec.num_heads, spec.qk_rope_head_dim), "T of metadata.slots, spec's H and E")
@@ -147,13 +161,9 @@ def _check(q_latent, q_rope, pool, metadata, spec, causal, tree_mask, layer):
     if metadata.max_q_len < 1 or metadata.kv_stride < 1:
         raise ValueError(f"max_q_len={metadata.max_q_len} and kv_stride={metadata.kv_stride} must be at least 1")
     pool.check_layer(layer)
-    if spec.window is not None and not causal:
-        raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
     if tree_mask is not None:
         if tree_mask.ndim != 3:
             raise ValueError(f"tree_mask has shape {tree_mask.shape}, must be [B, S, M]")
-        if spec.window is not None:
-            raise NotImplementedError(f"tree_mask with window={spec.window} is not served")
         rows = metadata.max_q_len
         if tree_mask.dtype != jnp.bool_ or tree_mask.shape[:2] != (batch, rows) or not tree_mask.shape[2] >= rows:
             raise ValueError(

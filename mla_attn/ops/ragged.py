@@ -23,6 +23,10 @@ class RaggedCall:
     qk_dim: int
     v_dim: int
 
+    def __post_init__(self):
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"q has {self.heads} heads, must be a multiple of k's {self.kv_heads}")
+
 
 def _portable(call: RaggedCall) -> str | None:
     return None
@@ -92,8 +96,7 @@ def ragged_attention(
     kv_heads, qk_dim = k.shape[1:]
     check_shape("q", q, (rows, q.shape[1], qk_dim), "[T, H, D] with k's D")
     check_shape("v", v, (keys, kv_heads, v.shape[-1]), "[Tk, K, V] with k's Tk and K")
-    if kv_heads == 0 or q.shape[1] % kv_heads:
-        raise ValueError(f"q has {q.shape[1]} heads, must be a multiple of k's {kv_heads}")
+    call = RaggedCall(heads=q.shape[1], kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v.shape[-1])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_type(name, array, jnp.floating)
     if k.dtype != v.dtype:
@@ -112,7 +115,6 @@ def ragged_attention(
         raise ValueError(f"soft_cap={soft_cap} must be None or positive")
     check_out_dtype(out_dtype)
 
-    call = RaggedCall(heads=q.shape[1], kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v.shape[-1])
     chosen = choose("ragged_attention", call, IMPLEMENTATIONS, implementation)
     with jax.named_scope(f"ragged_attention_{chosen.name}"):
         out, lse = chosen.run(
