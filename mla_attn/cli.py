@@ -1,4 +1,4 @@
-"""Command line: ``mla-attn generate | demo | supports``."""
+"""Command line: ``mla-attn generate | demo | bench | supports``."""
 
 import argparse
 import dataclasses
@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
+from mla_attn.bench.command import add_arguments
 from mla_attn.dispatch import NAMES
 from mla_attn.speculative import DraftTree
 
@@ -56,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="generate plain, then speculatively, and compare")
     demo.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint with an MTP layer")
     demo.set_defaults(run=_demo)
+
+    add_arguments(commands.add_parser("bench", help="check and time attention implementations"))
 
     supports = commands.add_parser("supports", help="print which implementation serves which call")
     supports.set_defaults(run=_supports)

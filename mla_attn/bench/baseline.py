@@ -1,0 +1,36 @@
+"""What one writes first in JAX: gather every table slot of every request, then one softmax over all of them.
+
+Correct, poison included, and in the pool's dtype with float32 sums, but its time and memory follow the width of the
+page table, not the tokens there are: it materializes ``[B, W * P, C]`` rows and ``[B, S, H, W * P]`` scores.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+NAME = "dense-gather"
+
+
+def dense_gather(q_latent, q_rope, pool, metadata, spec, *, layer):
+    """``(out [T, H, R], lse float32 [T, H])`` of a dense block of S causal rows per request."""
+    m = metadata
+    batch, width = m.page_table.shape
+    pages = pool.physical_pages(jnp.clip(m.page_table, 0, pool.num_pages - 1), layer)
+    slots = jnp.arange(width * pool.page_size, dtype=jnp.int32)
+    held = (slots[None] < m.kv_lens[:, None])[..., None]
+    rows = jnp.where(held, pool.data[pages].reshape(batch, slots.shape[0], -1), 0)
+    q = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(batch, m.max_q_len, spec.num_heads, -1)
+    at = (m.kv_lens - m.q_lens)[:, None] + jnp.arange(m.max_q_len, dtype=jnp.int32)[None]
+    visible = (slots[None, None] <= at[..., None])[:, :, None]
+
+    options = {
+        "precision": lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
+        "preferred_element_type": jnp.float32,
+    }
+    scores = jnp.where(visible, spec.scale * jnp.einsum("bshc,bmc->bshm", q, rows, **options), -jnp.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    values = rows[..., : spec.kv_lora_rank]
+    out = jnp.einsum("bshm,bmr->bshr", weights.astype(rows.dtype), values, **options) / total
+    lse = (top + jnp.log(total))[..., 0]
+    return out.reshape(q_latent.shape).astype(q_latent.dtype), lse.reshape(q_latent.shape[:2])

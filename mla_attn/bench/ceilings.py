@@ -1,0 +1,56 @@
+"""What the machine can do, measured in every run by one fixed routine: no figure is quoted against a datasheet."""
+
+import dataclasses
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mla_attn.bench.timing import seconds_per_call
+
+# Of a GPU and of a CPU: bytes read, side of the square product, seconds of sustained products.
+_SIZES = {"gpu": (2**32, 8192, 3.0), "cpu": (2**28, 1024, 1.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """Rates per second. Bounds use the short product, which a power limit does not reach in time to slow down."""
+
+    read_bytes: float
+    product_flops_short: float
+    product_flops_sustained: float
+    product: str
+
+    def bound(self, flops: int, nbytes: int) -> tuple[float, str]:
+        """Least seconds of a call, and whether "memory" or "compute" sets them."""
+        memory, compute = nbytes / self.read_bytes, flops / self.product_flops_short
+        return (memory, "memory") if memory >= compute else (compute, "compute")
+
+
+def measure_ceilings(dtype: jnp.dtype, seed: int) -> Ceilings:
+    """Read bandwidth and rate of a matrix product in ``dtype``, over fresh random data.
+
+    Read: integer sums of the rows of a buffer much larger than any cache, the best of eight bursts of five. Product:
+    the same bursts, started on an idle device; then back to back for some seconds, the median of the later half.
+    """
+    nbytes, side, seconds = _SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    key = jax.random.key(seed, impl="unsafe_rbg")
+    buffer = jax.random.bits(key, (nbytes // 2**16, 2**14), jnp.uint32)
+    read = jax.jit(lambda x: x.sum(axis=1, dtype=jnp.uint32))
+    read_bytes = buffer.nbytes / min(seconds_per_call(read, (buffer,), burst=5) for _ in range(8))
+    buffer.delete()
+
+    a, b = (jax.random.normal(k, (side, side), dtype) for k in jax.random.split(key))
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
+    seconds_per_call(product, (a, b))
+    time.sleep(min(seconds, 1.0))
+    short = min(seconds_per_call(product, (a, b), burst=5) for _ in range(8))
+    burst = max(1, round(0.05 / short))
+    rounds = [seconds_per_call(product, (a, b), burst=burst) for _ in range(max(2, round(seconds / (burst * short))))]
+    sustained = statistics.median(rounds[len(rounds) // 2 :])
+    short = min(short, sustained)  # a busy machine may have been idle later
+    flops = 2 * side**3
+    return Ceilings(read_bytes, flops / short, flops / sustained, f"{dtype.name} {side}^3")

@@ -1,0 +1,135 @@
+"""One call with its buffers, poisoned where nothing may be read, and the judgement of a result."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_attn.bench.shapes import Shape
+from mla_attn.cache import LatentPool
+from mla_attn.metadata import AttentionMetadata, for_decode, for_target_verify
+from mla_attn.ops import mla_attention
+from mla_attn.specs import MLASpec
+
+# All layers together, so that a layer has left every cache when its turn comes again.
+ROTATED_BYTES = {"gpu": 2**30, "cpu": 2**29}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A pool of some layers, the metadata of one call over any of them, and its queries; arrays on the device."""
+
+    shape: Shape
+    spec: MLASpec
+    pool: LatentPool
+    metadata: AttentionMetadata
+    q_latent: jax.Array
+    q_rope: jax.Array
+
+    @property
+    def arguments(self):
+        """All of a call's arguments but the layer."""
+        return self.q_latent, self.q_rope, self.pool, self.metadata
+
+
+def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtype, seed: int) -> Problem:
+    """Fresh normal data over shuffled pages; NaN in free pages and past the lengths, hostile ids in table tails."""
+    rng, kv_lens = np.random.default_rng(seed), np.array(shape.kv_lens)
+    held, width = -(-kv_lens // page_size), shape.table_width(page_size)
+    num_pages = int(held.sum()) + 3
+    order = rng.permutation(num_pages).astype(np.int32)
+    used = np.arange(width) < held[:, None]
+    hostile = np.array([-1, num_pages, np.iinfo(np.int32).max, *order[-3:]], np.int32)
+    table = rng.choice(hostile, used.shape)
+    table[used] = order[:-3]
+    seen = np.zeros((num_pages, page_size), bool)
+    left = (kv_lens[:, None] - np.arange(width) * page_size)[used]
+    seen[order[:-3]] = np.arange(page_size) < left[:, None]
+
+    layer_bytes = num_pages * page_size * spec.latent_dim * dtype.itemsize
+    rotated = ROTATED_BYTES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    layers = max(2, -(-rotated // layer_bytes))
+    keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 3)
+    data = _fill(keys[0], jnp.asarray(seen), layers, spec.latent_dim, dtype)
+    pool = LatentPool(data, layers, num_pages, spec.kv_lora_rank, 1, num_pages)
+    rows = (len(kv_lens) * shape.q_len, shape.heads)
+    q_latent = jax.random.normal(keys[1], (*rows, spec.kv_lora_rank), dtype)
+    q_rope = jax.random.normal(keys[2], (*rows, spec.qk_rope_head_dim), dtype)
+    return Problem(shape, spec, pool, _metadata(shape, table, kv_lens, page_size), q_latent, q_rope)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _fill(key, seen, layers, channels, dtype):
+    """[layers * N, P, C]: a layer has the rows of the one before, a page further on: random bits for one layer."""
+    rows = jax.random.normal(key, (*seen.shape, channels), dtype)
+    poison = jnp.array(jnp.nan, dtype)
+    layer = lambda i: jnp.where(seen[..., None], jnp.roll(rows, i, axis=0), poison)  # noqa: E731
+    return jax.lax.map(layer, jnp.arange(layers, dtype=jnp.int32)).reshape(-1, *rows.shape[1:])
+
+
+def _metadata(shape: Shape, table, kv_lens, page_size: int) -> AttentionMetadata:
+    table, kv_lens = jnp.asarray(table, jnp.int32), jnp.asarray(kv_lens, jnp.int32)
+    if shape.q_len == 1:
+        return for_decode(table, kv_lens, page_size=page_size)
+    return for_target_verify(table, kv_lens - shape.q_len, num_tokens=shape.q_len, page_size=page_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What some rows of a call must give."""
+
+    rows: np.ndarray  # which
+    out: np.ndarray  # [rows, H, R]
+    lse: np.ndarray  # [rows, H]
+    v_max: np.ndarray  # [rows], largest |v| among the keys that all rows of the request see
+
+
+def expected(problem: Problem, layer: int) -> Expected:
+    """What the longest, the shortest, the first and the last request of ``problem`` give in ``layer``.
+
+    By the reference implementation with the heads one by one, which share the gathered rows: a few requests' rows in
+    float32 is all the memory it takes.
+    """
+    shape, pool, spec = problem.shape, problem.pool, dataclasses.replace(problem.spec, num_heads=1)
+    kv_lens, q_len = np.array(shape.kv_lens), shape.q_len
+    chosen = np.unique(np.array([kv_lens.argmax(), kv_lens.argmin(), 0, len(kv_lens) - 1]))
+    kv_lens = kv_lens[chosen]
+    table = np.asarray(problem.metadata.page_table)[chosen, : -(-kv_lens.max() // pool.page_size)]
+    metadata = _metadata(shape, table, kv_lens, pool.page_size)
+    rows = (chosen[:, None] * q_len + np.arange(q_len)).ravel()
+
+    def attend(q_latent, q_rope, pool):
+        options = {"layer": layer, "return_lse": True, "out_dtype": jnp.float32, "implementation": "reference"}
+        return mla_attention(q_latent[:, None], q_rope[:, None], pool, metadata, spec, **options)
+
+    per_head = jax.jit(jax.vmap(attend, in_axes=(1, 1, None), out_axes=1))
+    out, lse = per_head(problem.q_latent[rows], problem.q_rope[rows], pool)
+    pages = pool.data[pool.physical_pages(jnp.clip(metadata.page_table, 0, pool.num_pages - 1), layer)]
+    v_max = np.abs(np.asarray(pages[..., : pool.kv_lora_rank]).astype(np.float32)).max(axis=-1)
+    v_max = v_max.reshape(len(chosen), -1)
+    common = np.arange(v_max.shape[1]) < kv_lens[:, None] - q_len + 1
+    v_max = np.where(common, v_max, 0).max(axis=1).repeat(q_len)
+    out, lse = (np.asarray(x)[:, :, 0].astype(np.float64) for x in (out, lse))
+    return Expected(rows, out, lse, v_max)
+
+
+def errors(got: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
+    """Largest errors over rows and heads of ``(out, lse)`` as shares of their tolerances: above 1 is wrong.
+
+    The tolerances, for bfloat16 (float32): largest error of a row ``2**-8 (1e-5) * (|v| max + |out| max)``, relative
+    L2 error ``4e-3``, one minus the cosine ``5e-6`` (both scaled alike), error of the lse ``1e-5 + 1e-5 * |lse|``.
+    """
+    out, lse = (np.asarray(x[expected.rows]).astype(np.float64) for x in got)
+    unit = 2.0**-8 if dtype == jnp.bfloat16 else 1e-5
+    ratio = unit / 2.0**-8
+    size, error = np.linalg.norm(expected.out, axis=-1), np.abs(out - expected.out)
+    cosine = (out * expected.out).sum(axis=-1) / np.maximum(np.linalg.norm(out, axis=-1) * size, 1e-300)
+    shares = {
+        "maximum": error.max(axis=-1) / (unit * (expected.v_max[:, None] + np.abs(expected.out).max(axis=-1))),
+        "L2": np.linalg.norm(error, axis=-1) / (4e-3 * ratio * size),
+        "cosine": (1 - cosine) / (5e-6 * ratio**2),
+        "lse": np.abs(lse - expected.lse) / (1e-5 + 1e-5 * np.abs(expected.lse)),
+    }
+    return {name: float(share.max()) for name, share in shares.items()}

@@ -1,0 +1,218 @@
+"""Runs shapes and implementations side by side, and reports."""
+
+import dataclasses
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+
+from mla_attn.bench import baseline, timing
+from mla_attn.bench.ceilings import Ceilings, measure_ceilings
+from mla_attn.bench.problem import Expected, Problem, errors, expected, make_problem
+from mla_attn.bench.shapes import Shape
+from mla_attn.ops import mla, mla_attention
+from mla_attn.specs import MLASpec
+
+_SCALE = 192**-0.5  # DeepSeek's: 128 + 64 channels before absorption
+_PROFILED_CALLS = 10
+_CHAIN_SECONDS = 0.5  # slow calls have shorter chains
+
+
+@dataclasses.dataclass(kw_only=True)
+class Result:
+    """One implementation on one shape; None where nothing was measured. ``reason`` says why."""
+
+    shape: str
+    implementation: str
+    status: str  # "ok", "wrong", "refused" or "failed"
+    reason: str | None = None
+    errors: dict[str, float] | None = None  # shares of the tolerances
+    kernel_us: float | None = None
+    kernels: dict[str, tuple[float, float]] | None = None  # name: launches and microseconds per call
+    kernel_reason: str | None = None
+    wall_us: float | None = None
+    wall_range_us: tuple[float, float] | None = None
+    host_us: float | None = None
+    chain_calls: int | None = None
+    layers: int | None = None
+    flops: int
+    bytes: int
+    bound: str
+    bound_us: float
+    temp_bytes: int | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """What rates are computed from: kernel time where it is known, else wall time."""
+        microseconds = self.wall_us if self.kernel_us is None else self.kernel_us
+        return None if microseconds is None else microseconds * 1e-6
+
+
+class _WrongError(Exception):
+    pass
+
+
+@dataclasses.dataclass
+class _Candidate:
+    result: Result
+    compiled: Callable
+    chained: Callable
+    burst: int
+    wall: list[float] = dataclasses.field(default_factory=list)
+
+
+def default_implementations() -> list[str]:
+    """Whatever serves by default, and the baseline."""
+    return [i.name for i in mla.IMPLEMENTATIONS if i.name != "reference"] + [baseline.NAME]
+
+
+def run(
+    shapes: Sequence[Shape],
+    implementations: Sequence[str],
+    *,
+    page_size: int,
+    dtype: str,
+    latent: tuple[int, int],
+    repeats: int,
+    unroll: bool,
+    seed: int,
+    say: Callable[[str], None],
+    save: Callable[[dict], None] = lambda report: None,
+) -> dict:
+    """The report as JSON holds it: machine, configuration, ceilings, and a result per shape and implementation.
+
+    ``say`` is told of progress, ``save`` is given the report so far after every shape.
+    """
+    configuration = {
+        "implementations": list(implementations),
+        "page_size": page_size,
+        "dtype": dtype,
+        "latent": list(latent),
+        "repeats": repeats,
+        "unroll": unroll,
+        "seed": seed,
+    }
+    say("measuring ceilings")
+    ceilings = measure_ceilings(jnp.dtype(dtype), seed)
+    report = {
+        "machine": _machine(),
+        "configuration": configuration,
+        "ceilings": dataclasses.asdict(ceilings),
+        "results": [],
+    }
+    for number, shape in enumerate(shapes):
+        say(f"[{number + 1}/{len(shapes)}] {shape.name}: making data")
+        spec = MLASpec(num_heads=shape.heads, kv_lora_rank=latent[0], qk_rope_head_dim=latent[1], scale=_SCALE)
+        problem = make_problem(shape, spec, page_size=page_size, dtype=jnp.dtype(dtype), seed=seed + number)
+        results = _run_shape(problem, implementations, ceilings, repeats, unroll, say)
+        report["results"] += [dataclasses.asdict(result) for result in results]
+        save(report)
+    return report
+
+
+def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: int, unroll: bool, say) -> list[Result]:
+    """Checks every implementation, then times those that are right in turns, so that drift meets all alike."""
+    shape, pool = problem.shape, problem.pool
+    flops, nbytes = shape.flops(problem.spec), shape.bytes(problem.spec, pool.dtype.itemsize)
+    seconds, bound = ceilings.bound(flops, nbytes)
+    want = expected(problem, pool.num_layers - 1)
+    results, candidates = [], []
+    for name in implementations:
+        say(f"    {name}: compiling and checking")
+        facts = {"flops": flops, "bytes": nbytes, "bound": bound, "bound_us": seconds * 1e6, "layers": pool.num_layers}
+        result = Result(shape=shape.name, implementation=name, status="ok", **facts)
+        results.append(result)
+        try:
+            candidates.append(_prepare(problem, result, want, unroll))
+        except _WrongError as error:
+            result.status, result.reason = "wrong", f"not timed: {error}"
+        except NotImplementedError as error:
+            result.status, result.reason = "refused", str(error)
+        except Exception as error:  # a kernel that does not compile, a device out of memory: the others go on
+            result.status, result.reason = "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
+        if result.reason:
+            say(f"    {name}: {result.status}: {result.reason}")
+    for turn in range(repeats):
+        for c in candidates if turn % 2 == 0 else candidates[::-1]:
+            c.wall.append(timing.chain_seconds(c.chained, problem.arguments, c.result.chain_calls, c.burst) * 1e6)
+    for c in candidates:
+        _finish(problem, c, repeats)
+        kernel = "" if c.result.kernel_us is None else f"{c.result.kernel_us:.1f} us of kernels, "
+        say(f"    {c.result.implementation}: {kernel}{c.result.wall_us:.1f} us on the clock")
+    return results
+
+
+def _call(name: str, spec: MLASpec):
+    def call(q_latent, q_rope, pool, metadata, layer):
+        if name == baseline.NAME:
+            return baseline.dense_gather(q_latent, q_rope, pool, metadata, spec, layer=layer)
+        options = {"layer": layer, "return_lse": True, "implementation": name}
+        return mla_attention(q_latent, q_rope, pool, metadata, spec, **options)
+
+    return call
+
+
+def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> _Candidate:
+    """Compile and check; ``_WrongError`` for what is wrong, which hence is not timed."""
+    call, layers = _call(result.implementation, problem.spec), problem.pool.num_layers
+    arguments, last_layer = problem.arguments, jnp.int32(layers - 1)
+    compiled = jax.jit(call).lower(*arguments, last_layer).compile()
+    if (memory := compiled.memory_analysis()) is not None:
+        result.temp_bytes = memory.temp_size_in_bytes
+    got = jax.block_until_ready(compiled(*arguments, last_layer))
+    if not all(bool(jnp.isfinite(x).all()) for x in got):
+        raise _WrongError("NaN or infinity in the result")
+    result.errors = shares = errors(got, want, problem.pool.dtype)
+    if max(shares.values()) > 1:
+        raise _WrongError(", ".join(f"{n} error {s:.3g} x its tolerance" for n, s in shares.items() if s > 1))
+    once = min(timing.seconds_per_call(compiled, (*arguments, last_layer)) for _ in range(2))
+    calls = result.chain_calls = max(2, min(timing.CHAIN_CALLS, int(_CHAIN_SECONDS / once)))
+    chained = jax.jit(timing.chain(call, calls, layers, unroll=unroll)).lower(*arguments).compile()
+    timing.chain_seconds(chained, arguments, calls, 1)
+    return _Candidate(result, compiled, chained, burst=max(1, min(5, int(_CHAIN_SECONDS / (calls * once)))))
+
+
+def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
+    result, layers = candidate.result, [jnp.int32(i) for i in range(problem.pool.num_layers)]
+    result.wall_us, result.wall_range_us = statistics.median(candidate.wall), (min(candidate.wall), max(candidate.wall))
+    if jax.default_backend() == "cpu":
+        result.kernel_reason = "kernels and dispatch are told apart on GPUs only"
+        return
+    seconds = timing.dispatch_seconds(candidate.compiled, (*problem.arguments, layers[0]), 4 * repeats)
+    result.host_us = seconds * 1e6
+
+    def calls():
+        outs = [candidate.compiled(*problem.arguments, layers[i % len(layers)]) for i in range(_PROFILED_CALLS)]
+        jax.block_until_ready(outs)
+
+    try:
+        kernels = timing.kernel_seconds(calls, _PROFILED_CALLS)
+    except Exception as error:  # a failing profiler costs a column, not the run
+        result.kernel_reason = f"{type(error).__name__}: {error}"
+        return
+    result.kernels = {name: (launches, seconds * 1e6) for name, (launches, seconds) in kernels.items()}
+    result.kernel_us = sum(us for _, us in result.kernels.values())
+
+
+def _machine() -> dict[str, str]:
+    device = jax.devices()[0]
+    return {
+        "device": f"{_cpu_name()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind,
+        "platform": device.client.platform_version,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,98 @@
+"""Shapes of calls: how they are written, and the work that none of them can do without."""
+
+import dataclasses
+import re
+
+import numpy as np
+
+from mla_attn.specs import MLASpec
+
+SETS = {
+    "cpu": (
+        "8x16x1x2048",
+        "4x16x4x1024",
+        "8x16x1xuniform:2048",
+        "1x16x1x8192",
+        "8x16x1x8192+7*16",
+        "8x16x1x8192+7*16@512",
+    ),
+    "hopper": (
+        "128x128x1x4096",
+        "64x128x2x8192",
+        "128x128x2x4096",
+        "128x16x1x4096",
+        "32x16x1x16384",
+        "1x128x1x65536",
+        "16x16x4x32768",
+        "128x128x1xuniform:8192",
+        "128x16x1xuniform:8192",
+        "128x128x2xuniform:8192",
+        "1x128x1x32768@512",
+        "64x128x1x32768+63*16@512",
+        "1x128x1x32768@2048",
+        "64x128x1x32768+63*16@2048",
+    ),
+}
+
+GRAMMAR = """\
+BATCHxHEADSxQUERIESxLENGTHS[@WIDTH]: requests, query heads, query tokens of each request, and cached tokens of each
+request, the query tokens included. LENGTHS is one number for all requests, a sum of lengths with repeats (32768+63*16),
+or uniform:M, which is numpy.random.default_rng(0).integers(1, M + 1, BATCH), but no less than QUERIES. The page table
+has the least width that holds the longest request, or WIDTH pages if that is more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One call of ``mla_attention``: ``q_len`` query tokens a request, the last of its ``kv_lens[b]`` tokens."""
+
+    name: str
+    heads: int
+    q_len: int
+    kv_lens: tuple[int, ...]
+    least_width: int = 1
+
+    def table_width(self, page_size: int) -> int:
+        """Pages per request, W."""
+        return max(self.least_width, -(-max(self.kv_lens) // page_size))
+
+    def flops(self, spec: MLASpec) -> int:
+        """Operations of both products: ``2 (C + R)`` for each head, query row and key that the row sees."""
+        pairs = sum(kv * self.q_len - self.q_len * (self.q_len - 1) // 2 for kv in self.kv_lens)
+        return 2 * (spec.latent_dim + spec.kv_lora_rank) * self.heads * pairs
+
+    def bytes(self, spec: MLASpec, itemsize: int) -> int:
+        """Least memory traffic: each cached row once per request, queries in, output out."""
+        rows = len(self.kv_lens) * self.q_len * self.heads
+        return itemsize * (sum(self.kv_lens) * spec.latent_dim + rows * (spec.latent_dim + spec.kv_lora_rank))
+
+
+def parse_shape(text: str) -> Shape:
+    """The shape written as ``GRAMMAR`` says; ValueError if it is not one."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x([^@]+)(?:@(\d+))?", text)
+    if not match:
+        raise ValueError(f"shape {text!r} must be BATCHxHEADSxQUERIESxLENGTHS[@WIDTH], as 64x128x1x4096")
+    batch, heads, q_len = (int(match[i]) for i in (1, 2, 3))
+    if min(batch, heads, q_len) < 1:
+        raise ValueError(f"shape {text!r}: batch, heads and query tokens must be at least 1")
+    if uniform := re.fullmatch(r"uniform:([1-9]\d*)", match[4]):
+        drawn = np.random.default_rng(0).integers(1, int(uniform[1]) + 1, batch)
+        kv_lens = [max(int(length), q_len) for length in drawn]
+    else:
+        kv_lens = parse_lengths(match[4])
+        kv_lens = kv_lens * batch if match[4].isdigit() else kv_lens
+    if len(kv_lens) != batch:
+        raise ValueError(f"shape {text!r} has {len(kv_lens)} lengths for {batch} requests")
+    if min(kv_lens) < q_len:
+        raise ValueError(f"shape {text!r}: lengths count the {q_len} query tokens, so none may be less")
+    return Shape(text, heads, q_len, tuple(kv_lens), int(match[5] or 1))
+
+
+def parse_lengths(text: str) -> list[int]:
+    """``32768+63*16``, or the same with commas: one 32768, then 63 times 16."""
+    lengths = []
+    for item in re.split(r"[+,]", text):
+        match = re.fullmatch(r"(?:(\d+)\*)?(\d+)", item.strip())
+        if not match:
+            raise ValueError(f"lengths {text!r} must be numbers with repeats, as 32768+63*16 or 32768,63*16")
+        lengths += [int(match[2])] * int(match[1] or 1)
+    return lengths

@@ -1,0 +1,95 @@
+"""Time on the clock and time of kernels.
+
+A call is ``call(q_latent, q_rope, pool, metadata, layer) -> (out, lse)``. Buffers rotate by ``layer``: as in a model,
+calls read one layer of the pool after the other, which together are far larger than any cache.
+"""
+
+import collections
+import pathlib
+import statistics
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHAIN_CALLS = 21
+
+
+def seconds_per_call(f, args, *, burst: int = 1) -> float:
+    """Wall seconds of one call among ``burst`` queued ones."""
+    start = time.perf_counter()
+    jax.block_until_ready([f(*args) for _ in range(burst)])
+    return (time.perf_counter() - start) / burst
+
+
+def chain(call, calls: int, layers: int, *, unroll: bool):
+    """A program of dependent calls, ``(q_latent, q_rope, pool, metadata) -> (out, lse)`` of the last.
+
+    A call's output is the next one's latent query: a dependence that costs no kernel and that no compiler can cut. An
+    ``optimization_barrier`` is no substitute: XLA drops what a barrier carries and nobody reads, and then all calls of
+    an unrolled chain but one. (What does not depend on the query, XLA may still share between unrolled calls of one
+    layer, such as the baseline's gather.)
+    """
+
+    def program(q_latent, q_rope, pool, metadata):
+        def body(i, last):
+            return call(last[0], q_rope, pool, metadata, i % layers)
+
+        return lax.fori_loop(0, calls, body, (q_latent, jnp.zeros(q_latent.shape[:2])), unroll=unroll)
+
+    return program
+
+
+def chain_seconds(compiled, args, calls: int, burst: int) -> float:
+    """Wall seconds of one call in ``burst`` chains, each started from the end of the one before."""
+    q_latent, *others = args
+    start = time.perf_counter()
+    for _ in range(burst):
+        q_latent, _ = compiled(q_latent, *others)
+    jax.block_until_ready(q_latent)
+    return (time.perf_counter() - start) / (burst * calls)
+
+
+def dispatch_seconds(compiled, args, repeats: int) -> float:
+    """Host seconds until a call returns, while its work runs on."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        out = compiled(*args)
+        seconds.append(time.perf_counter() - start)
+        jax.block_until_ready(out)
+    return statistics.median(seconds)
+
+
+def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
+    """Kernels of a call on a GPU, copies and memsets included: name -> (launches per call, seconds per call).
+
+    Args:
+        run: runs ``calls`` calls, warmed up before, and waits for them.
+        calls: how many.
+
+    Raises:
+        RuntimeError: the profile has no kernels, or not a whole number of them per call; the message says what it has.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        paths = list(pathlib.Path(folder).rglob("*.xplane.pb"))
+        if len(paths) != 1:
+            raise RuntimeError(f"the profiler wrote {len(paths)} traces")
+        planes = list(jax.profiler.ProfileData.from_file(str(paths[0])).planes)
+        lines = [(f"{plane.name} {line.name}", line) for plane in planes for line in plane.lines if "GPU" in plane.name]
+        events = collections.defaultdict(list)
+        for _, line in lines:
+            if line.name.startswith("Stream"):  # other lines sum up what the streams did
+                for event in line.events:
+                    events[event.name].append(event.duration_ns * 1e-9)
+    launches = sum(map(len, events.values()))
+    if not launches or launches % calls:
+        seen = ", ".join(sorted({name for name, _ in lines} or {plane.name for plane in planes}))
+        raise RuntimeError(f"{launches} kernels for {calls} calls on these lines: {seen}")
+    return {name: (len(times) / calls, sum(times) / calls) for name, times in events.items()}

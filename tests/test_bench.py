@@ -1,0 +1,304 @@
+"""``mla-attn bench``: it counts right, times nothing that is wrong, and says what it could not measure."""
+
+import dataclasses
+import json
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from mla_attn.bench import ceilings, command, problem, report, timing
+from mla_attn.bench import run as bench_run
+from mla_attn.bench.shapes import SETS, Shape, parse_lengths, parse_shape
+from mla_attn.cli import main
+from mla_attn.dispatch import Implementation
+from mla_attn.ops import mla
+from mla_attn.reference.mla import mla_attention as reference
+from mla_attn.specs import MLASpec
+
+SMALL = ["--latent", "16+8", "--page-size", "4", "--repeats", "2", "--seed", "7"]
+SHAPE = "3x2x2x9+2+5"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    rates = ceilings.Ceilings(
+        read_bytes=1e10, product_flops_short=1e11, product_flops_sustained=9e10, product="assumed"
+    )
+    monkeypatch.setattr(bench_run, "measure_ceilings", lambda dtype, seed: rates)
+    monkeypatch.setattr(problem, "ROTATED_BYTES", dict.fromkeys(("cpu", "gpu"), 1))
+    monkeypatch.setattr(bench_run, "_CHAIN_SECONDS", 0.02)
+    monkeypatch.setattr(timing, "CHAIN_CALLS", 3)
+
+
+def bench(capsys, *arguments, status=0):
+    """The command's JSON."""
+    assert main(["bench", *SMALL, "--json", *arguments]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+# Counting
+
+
+def test_operations_and_bytes_of_a_ragged_causal_call():
+    shape = Shape("ragged", heads=3, q_len=2, kv_lens=(5, 3))
+    spec = MLASpec(num_heads=3, kv_lora_rank=4, qk_rope_head_dim=2, scale=1.0)
+    pairs = (4 + 5) + (2 + 3)  # the first of two rows does not see the last key
+    assert shape.flops(spec) == pairs * 3 * 2 * ((4 + 2) + 4)
+    cached, rows = (5 + 3) * 6, 2 * 2 * 3 * (6 + 4)  # 2 requests x 2 query tokens x 3 heads, queries in and output out
+    assert shape.bytes(spec, 2) == 2 * (cached + rows)
+
+
+def test_operations_and_bytes_of_deepseek():
+    spec = MLASpec(num_heads=128, kv_lora_rank=512, qk_rope_head_dim=64, scale=1.0)
+    shape = parse_shape("128x128x1x4096")
+    assert shape.flops(spec) == 2176 * 128 * 128 * 4096
+    assert shape.bytes(spec, 2) == 1152 * 128 * 4096 + 2 * 1088 * 128 * 128
+
+
+def test_bound_is_the_slower_of_memory_and_compute():
+    rates = ceilings.Ceilings(read_bytes=10.0, product_flops_short=100.0, product_flops_sustained=50.0, product="")
+    assert rates.bound(flops=100, nbytes=20) == (2.0, "memory")
+    assert rates.bound(flops=300, nbytes=20) == (3.0, "compute")
+
+
+# Shapes
+
+
+def test_shapes_as_written():
+    assert parse_shape("4x16x2x100") == Shape("4x16x2x100", 16, 2, (100,) * 4)
+    assert parse_shape("4x16x1x90+3*7@12") == Shape("4x16x1x90+3*7@12", 16, 1, (90, 7, 7, 7), 12)
+    assert parse_lengths("90,3*7") == [90, 7, 7, 7]
+    uniform = parse_shape("128x128x1xuniform:8192")
+    assert uniform.kv_lens == tuple(np.random.default_rng(0).integers(1, 8193, 128))
+    assert min(parse_shape("64x1x4xuniform:9").kv_lens) == 4
+
+
+def test_table_width_is_the_longest_request_unless_wider():
+    assert parse_shape("2x1x1x65+3").table_width(64) == 2
+    assert parse_shape("2x1x1x65+3@1").table_width(64) == 2
+    assert parse_shape("2x1x1x65+3@9").table_width(64) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4x16x100", "must be BATCHxHEADS"),
+        ("0x16x1x100", "at least 1"),
+        ("3x16x1x5+6", "2 lengths for 3 requests"),
+        ("2x16x4x3", "none may be less"),
+        ("2x16x1xuniform:0", "must be numbers"),
+        ("2x16x1x5+", "must be numbers"),
+    ],
+)
+def test_malformed_shapes(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "4x16"], "shape '4x16' must be"),
+        (["--implementation", "xla,cudnn"], "'cudnn' must be one of"),
+        (["--latent", "512"], "as 512+64"),
+        (["--page-size", "0"], "--page-size 0 must be"),
+        (["--repeats", "0"], "--repeats 0 must be"),
+    ],
+)
+def test_malformed_options(capsys, arguments, message):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_list_prints_the_named_shapes_and_runs_nothing(capsys):
+    assert main(["bench", "--list"]) == 0
+    printed = capsys.readouterr().out.split()
+    for text in (*SETS["cpu"], *SETS["hopper"]):
+        assert text in printed
+        parse_shape(text)
+
+
+def test_the_command_names_its_shapes_and_implementations(monkeypatch):
+    asked = []
+
+    def run(shapes, implementations, **options):
+        asked.append(([shape.name for shape in shapes], list(implementations)))
+        return {"results": []}
+
+    monkeypatch.setattr(command, "run", run)
+    main(["bench", "--json"])
+    main(["bench", "--json", "--set", "cpu", "--kv-lens", "6,2*3", "--heads", "2", "--implementation", "xla"])
+    cpu = list(SETS["cpu"])
+    assert asked == [(cpu, ["xla", "dense-gather"]), ([*cpu, "3x2x1x6+2*3"], ["xla"])]
+
+
+# Running
+
+
+def test_ceilings_are_measured(monkeypatch):
+    monkeypatch.setattr(ceilings, "_SIZES", {"cpu": (2**20, 64, 0.02)})
+    rates = ceilings.measure_ceilings(np.dtype(jnp.bfloat16), 0)
+    assert rates.read_bytes > 0 and rates.product == "bfloat16 64^3"
+    assert rates.product_flops_short >= rates.product_flops_sustained > 0
+
+
+def test_json_has_everything(capsys):
+    found = bench(capsys, "--shape", SHAPE, "--implementation", "xla,dense-gather")
+    assert found["configuration"] == {
+        "implementations": ["xla", "dense-gather"],
+        "page_size": 4,
+        "dtype": "bfloat16",
+        "latent": [16, 8],
+        "repeats": 2,
+        "unroll": False,
+        "seed": 7,
+    }
+    assert found["machine"]["jax"] == jax.__version__
+    assert found["ceilings"]["product"] == "assumed"
+    assert [(r["shape"], r["implementation"]) for r in found["results"]] == [(SHAPE, "xla"), (SHAPE, "dense-gather")]
+    for result in found["results"]:
+        assert set(result) == {field.name for field in dataclasses.fields(bench_run.Result)}
+        assert result["status"] == "ok" and set(result["errors"]) == {"maximum", "L2", "cosine", "lse"}
+        low, high = result["wall_range_us"]
+        assert 0 < low <= result["wall_us"] <= high
+        assert result["kernel_us"] is None and "GPU" in result["kernel_reason"]
+        assert result["temp_bytes"] > 0 and result["bound"] in ("memory", "compute")
+
+
+def test_float32_and_unrolled_calls(capsys):
+    found = bench(capsys, "--shape", SHAPE, "--dtype", "float32", "--unroll", "--implementation", "xla,dense-gather")
+    assert [r["status"] for r in found["results"]] == ["ok", "ok"]
+
+
+def replace_xla(monkeypatch, run):
+    others = [i for i in mla.IMPLEMENTATIONS if i.name != "xla"]
+    monkeypatch.setattr(mla, "IMPLEMENTATIONS", (Implementation("xla", lambda call: None, run), *others))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out, lse: (out * 1.01, lse), "L2 error"),
+        (lambda out, lse: (out.at[1].set(out[0]), lse), "maximum error"),
+        (lambda out, lse: (out, lse + 1e-3), "lse error"),
+        (lambda out, lse: (out.at[0, 0, 0].set(jnp.nan), lse), "NaN"),
+    ],
+)
+def test_what_is_wrong_is_reported_and_not_timed(monkeypatch, capsys, change, reason):
+    replace_xla(monkeypatch, lambda *args, **options: change(*reference(*args, **options)))
+    (wrong,) = bench(capsys, "--shape", SHAPE, "--implementation", "xla", status=1)["results"]
+    assert wrong["status"] == "wrong" and reason in wrong["reason"] and wrong["wall_us"] is None
+
+
+def test_reading_past_a_length_meets_poison(monkeypatch, capsys):
+    def run(q_latent, q_rope, pool, metadata, spec, **options):
+        longer = dataclasses.replace(metadata, kv_lens=metadata.kv_lens + 1)
+        return reference(q_latent, q_rope, pool, longer, spec, **options)
+
+    replace_xla(monkeypatch, run)
+    (result,) = bench(capsys, "--shape", SHAPE, "--implementation", "xla", status=1)["results"]
+    assert result["status"] == "wrong" and "NaN" in result["reason"]
+
+
+def test_a_failure_does_not_stop_the_others(monkeypatch, capsys):
+    def run(*args, **options):
+        raise RuntimeError("ptxas exited with 255")
+
+    replace_xla(monkeypatch, run)
+    arguments = ("--shape", SHAPE, "--implementation", "xla,dense-gather")
+    failed, right = bench(capsys, *arguments, status=1)["results"]
+    assert failed["status"] == "failed" and failed["reason"] == "RuntimeError: ptxas exited with 255"
+    assert right["status"] == "ok"
+
+
+def test_a_profile_without_kernels_costs_a_column_and_not_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    (result,) = bench(capsys, "--shape", SHAPE, "--implementation", "xla")["results"]
+    assert result["kernel_us"] is None and "0 kernels for 10 calls" in result["kernel_reason"]
+    assert result["wall_us"] > 0 and result["host_us"] > 0
+
+
+def test_table_and_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture, data = tmp_path / "roofline.png", tmp_path / "bench.json"
+    options = ["--shape", SHAPE, "--implementation", "triton,dense-gather"]
+    options += ["--plot", str(picture), "--json", str(data)]
+    assert main(["bench", *SMALL, *options]) == 0
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
+    assert rows[0][:2] == ["shape", "implementation"] and {len(row) for row in rows} == {11}
+    assert rows[2][4] == "refused" and "triton: refused: " in printed
+    assert rows[3][:4] == [SHAPE, "dense-gather", "-", "-"] and float(rows[3][4]) > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert report.table(json.loads(data.read_text())) + "\n" == printed
+
+
+def test_layers_hold_different_data_and_table_tails_are_hostile():
+    spec = MLASpec(num_heads=2, kv_lora_rank=16, qk_rope_head_dim=8, scale=0.2)
+    made = problem.make_problem(parse_shape("2x2x1x9+2"), spec, page_size=4, dtype=np.dtype(jnp.float32), seed=0)
+    first, second = np.asarray(made.pool.data).reshape(2, made.pool.num_pages, 4, 24)
+    assert np.isnan(first).sum() == np.isnan(second).sum() == 24 * (3 * 4 + 3 + 2)  # free pages and both tails
+    assert not (first == second).any()
+    table = np.asarray(made.metadata.page_table)
+    assert not np.isin(table[1, 1:], table[[0, 0, 0, 1], [0, 1, 2, 0]]).any()
+
+
+# Timing
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_each_call_of_a_chain_depends_on_the_one_before(unroll):
+    def call(q_latent, q_rope, pool, metadata, layer):
+        return 2 * q_latent + layer.astype(q_latent.dtype), q_rope
+
+    program = jax.jit(timing.chain(call, 5, 3, unroll=unroll))
+    out, _ = program(jnp.ones((2, 2, 1)), jnp.zeros((2, 2)), None, None)
+    value = 1.0
+    for layer in (0, 1, 2, 0, 1):
+        value = 2 * value + layer
+    np.testing.assert_array_equal(out, value)
+
+
+GPU_TRACE = """
+planes { name: "/device:GPU:0"
+  lines { name: "Stream #13(Compute)"
+    events { metadata_id: 1 duration_ps: 3000000 } events { metadata_id: 2 duration_ps: 500000 }
+    events { metadata_id: 1 duration_ps: 5000000 } events { metadata_id: 2 duration_ps: 500000 } }
+  lines { name: "XLA Modules" events { metadata_id: 1 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "mla_decode" } } event_metadata { key: 2 value { id: 2 name: "combine" } }
+}
+planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 duration_ps: 1 } } }
+"""
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Profiles hold ``GPU_TRACE``."""
+
+    class Trace:
+        def __init__(self, folder, **_):
+            self.path = pathlib.Path(folder) / "host.xplane.pb"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.path.write_bytes(ProfileData.text_proto_to_serialized_xspace(GPU_TRACE))
+
+    fakes = {"trace": Trace, "ProfileData": ProfileData, "ProfileOptions": SimpleNamespace}
+    monkeypatch.setattr(jax, "profiler", SimpleNamespace(**fakes))
+
+
+def test_kernel_time_is_that_of_the_streams(recorded):
+    kernels = timing.kernel_seconds(lambda: None, 2)
+    assert kernels == {"mla_decode": (1.0, pytest.approx(4e-6)), "combine": (1.0, pytest.approx(0.5e-6))}
+
+
+def test_lost_kernels_are_noticed(recorded):
+    with pytest.raises(RuntimeError, match=r"4 kernels for 3 calls on these lines: .*GPU:0 Stream #13"):
+        timing.kernel_seconds(lambda: None, 3)
