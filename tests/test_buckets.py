@@ -1,0 +1,369 @@
+"""Buckets over a small function, then the passes of a small model over their ladders."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from checkpoints import V3
+from mla_attn import buckets as module
+from mla_attn.buckets import Buckets, backend_compiles, ladder, rung, warm_up
+from mla_attn.cache import LatentPool
+from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
+from mla_attn.passes import Passes, Shapes
+from mla_attn.speculative import DraftTree
+
+compile_events = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: compile_events.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+@pytest.mark.parametrize(
+    ("largest", "options", "want"),
+    [
+        (1, {}, (1,)),
+        (2, {}, (1, 2)),
+        (5, {}, (1, 2, 4, 8)),
+        (8, {}, (1, 2, 4, 8)),
+        (100, {"smallest": 16}, (16, 32, 64, 128)),
+        (3, {"smallest": 8}, (8,)),
+        (9, {"smallest": 5}, (8, 16)),
+    ],
+)
+def test_ladder(largest, options, want):
+    assert ladder(largest, **options) == want
+
+
+def test_ladder_of_nothing():
+    with pytest.raises(ValueError, match="largest=0 must be at least 1"):
+        ladder(0)
+    with pytest.raises(ValueError, match="smallest=0 and largest=4 must be at least 1"):
+        ladder(4, smallest=0)
+
+
+def test_rung():
+    assert [rung(n, (1, 4, 16)) for n in (0, 1, 2, 4, 5, 16)] == [1, 1, 4, 4, 16, 16]
+    with pytest.raises(ValueError, match="size=17 must be at most 16, the largest rung"):
+        rung(17, (1, 4, 16))
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def make_buckets(rungs=((2, 3), (4, 3), (4, 8))):
+    """Gives back what reaches the program, and adds the state to the pool."""
+
+    def echo(state, pool, inputs):
+        return inputs, pool + state
+
+    return Buckets("echo", echo, [{"rows": ints(*shape), "lens": ints(shape[0])} for shape in rungs])
+
+
+def state_and_pool():
+    return jnp.float32(1), jnp.zeros(5)
+
+
+def inputs(batch, width):
+    rows = np.arange(1, 1 + batch * width, dtype=np.int32).reshape(batch, width)
+    return {"rows": rows, "lens": np.full(batch, 7, np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "want"),
+    [(2, 3, (2, 3)), (1, 1, (2, 3)), (0, 0, (2, 3)), (3, 3, (4, 3)), (0, 4, (4, 8)), (4, 4, (4, 8)), (4, 8, (4, 8))],
+)
+def test_the_first_rung_that_holds_a_call_padded_with_zeros(batch, width, want):
+    given = inputs(batch, width)
+    outputs, _ = make_buckets()(*state_and_pool(), given)
+    padded = np.zeros(want, np.int32)
+    padded[:batch, :width] = given["rows"]
+    np.testing.assert_array_equal(outputs["rows"], padded)
+    np.testing.assert_array_equal(outputs["lens"], [7] * batch + [0] * (want[0] - batch))
+
+
+def test_arrays_on_the_device_and_other_integers():
+    given = {"rows": jnp.ones((4, 8), jnp.int32), "lens": [1, 2, 3]}  # lists of Python integers are host arrays
+    outputs, _ = make_buckets()(*state_and_pool(), {**given, "lens": np.array(given["lens"], np.int64)})
+    np.testing.assert_array_equal(outputs["rows"], given["rows"])
+    np.testing.assert_array_equal(outputs["lens"], [1, 2, 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": np.ones((5, 3), np.int32)}, r"inputs of 'echo' have shapes .*\(5, 3\).*, must fit one of"),
+        ({"rows": np.ones((2, 9), np.int32)}, r"\(2, 9\)\), must fit one of"),
+        ({"rows": np.ones(2, np.int32)}, "must fit one of"),
+        ({"more": np.ones(2, np.int32)}, "inputs of 'echo' have structure .*'more'.*, must be"),
+        ({"lens": None}, "inputs of 'echo' have structure"),
+        ({"lens": jnp.ones(1, jnp.int32)}, r"'echo' is a device array int32\[1\], must be int32\[2\]"),
+        ({"lens": jnp.ones(2)}, r"'echo' is a device array float32\[2\], must be int32\[2\]"),
+        ({"lens": np.ones(2)}, "an input of 'echo' has dtype float64, must be int32"),
+    ],
+)
+def test_refused_inputs_leave_the_pool_alone(changes, message):
+    state, pool = state_and_pool()
+    echo = make_buckets()
+    with pytest.raises(ValueError, match=message):
+        echo(state, pool, {**inputs(2, 3), **changes})
+    assert not pool.is_deleted()
+    assert echo.compiles == 0
+
+
+def test_no_rungs():
+    with pytest.raises(ValueError, match="rungs of 'nothing' is empty, must hold at least one"):
+        Buckets("nothing", lambda state, pool, inputs: (inputs, pool), [])
+
+
+def test_the_pool_is_donated():
+    state, pool = state_and_pool()
+    _, after = make_buckets()(state, pool, inputs(2, 3))
+    assert pool.is_deleted()
+    assert not state.is_deleted()
+    np.testing.assert_array_equal(after, np.ones(5))
+
+
+def test_a_cold_compile_is_counted_and_warned_of(caplog):
+    echo = make_buckets()
+    for _ in range(2):
+        echo(*state_and_pool(), inputs(3, 2))
+    assert (echo.compiles, echo.cold_compiles, echo.pending) == (1, 1, [0, 2])
+    assert echo.compile_seconds > 0
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == "echo 4x3: compiled by a call; warm_up() would have done it before"
+
+
+def test_warm_up_compiles_what_is_pending(caplog, monkeypatch):
+    bars = []
+
+    class Bar(module.tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.labels = []
+            bars.append(self)
+
+        def set_postfix_str(self, label, **_):
+            self.labels.append(label)
+
+    monkeypatch.setattr(module, "tqdm", Bar)
+    both = [make_buckets(), make_buckets([(1, 1)])]
+    state, pool = state_and_pool()
+    both[0](state, pool, inputs(2, 3))
+    pool = jnp.zeros(5)
+    begin, events = backend_compiles(), len(compile_events)
+    assert warm_up(both, state, pool) > 0
+    assert backend_compiles() - begin == len(compile_events) - events == 3
+    assert not pool.is_deleted()  # nothing ran
+    [bar] = bars
+    assert bar.labels == ["echo 4x3", "echo 4x8", "echo 1"]
+    assert (bar.total, bar.n) == (3, 3)
+    assert [b.compiles for b in both] == [3, 1]
+    assert [b.pending for b in both] == [[], []]
+    assert both[0].cold_compiles == 1
+    caplog.clear()
+
+    both[0](state, pool, inputs(4, 8))
+    warm_up(both, state, state_and_pool()[1], progress=False)
+    assert len(compile_events) - events == 3
+    assert not caplog.records
+
+
+def test_programs_bear_the_name():
+    program = make_buckets().compile(0, *state_and_pool())
+    assert program.as_text().startswith("HloModule jit_echo")
+
+
+def test_choosing_and_padding_cost_little(monkeypatch, capsys):
+    """On the host, of a decode step's inputs; what the program costs is left out."""
+    rungs = [{"page_table": ints(b, 64), "tokens": ints(b), "lens": ints(b), "active": ints(b)} for b in ladder(256)]
+    decode = Buckets("decode", lambda state, pool, inputs: (inputs, pool), rungs)
+    monkeypatch.setattr(Buckets, "compile", lambda *_: lambda state, pool, inputs: (inputs, pool))
+    table, ones = np.ones((100, 64), np.int32), np.ones(100, np.int32)
+    host = {"page_table": table, "tokens": ones, "lens": ones, "active": ones}
+    device = {name: jax.device_put(np.resize(array, (128, *array.shape[1:]))) for name, array in host.items()}
+    decode._programs = {index: decode.compile() for index in decode.pending}
+    cost = {}
+    for label, given in (("padded on the host", host), ("on the device", device)):
+        times = []
+        for _ in range(1000):
+            begin = time.perf_counter()
+            decode(None, None, given)
+            times.append(time.perf_counter() - begin)
+        cost[label] = sorted(times)[500] * 1e6
+    with capsys.disabled():
+        print("\nbucket and padding:", ", ".join(f"{micros:.0f} us {label}" for label, micros in cost.items()))
+    assert max(cost.values()) < 500  # below 100 on a quiet machine
+
+
+# The passes of a model of one layer and a draft layer.
+
+P, W, DRAFTS = 4, 5, 2
+BATCHES, ROWS = (1, 4), (16,)
+PASSES = ("prefill", "extend", "draft_prefill", "decode", "draft_decode", "target_verify", "draft_extend")
+
+
+@pytest.fixture(scope="module")
+def passes():
+    config = dataclasses.replace(
+        DeepseekConfig.from_hf(json.loads((V3 / "config.json").read_text())),
+        num_hidden_layers=1,
+        first_k_dense_replace=2,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        vocab_size=32,
+    )
+    model = DeepseekForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    shapes = Shapes(
+        batches=BATCHES,
+        prompt_rows=ROWS,
+        table_width=W,
+        page_size=P,
+        max_len=W * P,
+        tree=DraftTree((1,) * DRAFTS),
+        chunked=True,
+    )
+    made = Passes(model, shapes)
+    pool, begin = fresh_pool(made), len(compile_events)
+    # One program for each number of requests and, for prompts, of rows.
+    warm_up([*made.buckets, made.decode], made.state, pool, progress=False)
+    assert len(compile_events) - begin == 3 * len(BATCHES) * len(ROWS) + 4 * len(BATCHES)
+    return made
+
+
+def fresh_pool(passes, seed=0):
+    """A pool of random rows."""
+    spec = nnx.merge(passes.graphdef, passes.state).attention_spec
+    pool = LatentPool.create(num_layers=2, num_pages=4 * W + 3, page_size=P, spec=spec, dtype=jnp.float32)
+    data = np.random.default_rng(seed).standard_normal(pool.data.shape, np.float32)
+    return dataclasses.replace(pool, data=jnp.asarray(data))
+
+
+def bucket(passes, name):
+    found = getattr(passes, name)
+    return found[0] if isinstance(found, list) else found
+
+
+def some_tokens(rng, *shape):
+    return rng.integers(0, 32, shape).astype(np.int32)
+
+
+def some_hidden(rng, *shape):
+    return rng.standard_normal((*shape, 16), np.float32)
+
+
+def random_call(passes, name, rng, q_lens=None, live=None):
+    """Inputs of a pass on the host, and the positions that each request writes.
+
+    Args:
+        q_lens: of prompt passes, at most 4 each; random, of up to 4 requests, if None.
+        live: 1 for each active request of other passes; random if None.
+    """
+    prompt = name in ("prefill", "extend", "draft_prefill")
+    given = q_lens if prompt else live
+    if given is None:
+        given = rng.integers(0, 5 if prompt else 2, rng.integers(0, 5))
+    given = np.array(given, np.int32)
+    table = rng.permutation(4 * W + 3)[: len(given) * W].reshape(-1, W).astype(np.int32)
+    call, written = (prompt_call if prompt else step_call)(name, rng, given)
+    return {"page_table": table, **call}, written
+
+
+def prompt_call(name, rng, q_lens):
+    prefix = np.where(q_lens > 0, rng.integers(0, 4, len(q_lens)) * (name != "prefill"), 0).astype(np.int32)
+    rows = q_lens.sum()
+    call = {"seq_lens": prefix + q_lens, "q_lens": q_lens}
+    if name == "draft_prefill":
+        call |= {"next_tokens": some_tokens(rng, rows), "sampled": some_tokens(rng, len(q_lens))}
+        call["hidden"] = some_hidden(rng, rows)
+    else:
+        call["tokens"] = some_tokens(rng, rows)
+    return call, [range(p, p + q) for p, q in zip(prefix, q_lens, strict=True)]
+
+
+def step_call(name, rng, active):
+    batch, count = len(active), active
+    lens = rng.integers(0, W * P - 4, batch).astype(np.int32)
+    call = {"lens": lens, "active": active}
+    if name == "decode":
+        call["tokens"] = some_tokens(rng, batch)
+    elif name == "target_verify":
+        call |= {"tokens": some_tokens(rng, batch), "drafts": some_tokens(rng, batch, DRAFTS)}
+        count = active * (DRAFTS + 1)
+    elif name == "draft_decode":
+        call |= {"step": np.int32(0), "num_drafted": np.int32(0)}
+        call |= {"drafts": some_tokens(rng, batch, DRAFTS), "hidden": some_hidden(rng, batch, 1)}
+    else:
+        count = active * rng.integers(1, DRAFTS + 2, batch).astype(np.int32)
+        call |= {"emitted": some_tokens(rng, batch, DRAFTS + 1), "num_emitted": count, "lens": lens + count}
+        call["hidden"] = some_hidden(rng, batch, DRAFTS + 1)
+    return call, [range(n, n + c) for n, c in zip(lens, count, strict=True)]
+
+
+def test_no_compile_after_warm_up(passes):
+    rng, pool = np.random.default_rng(0), fresh_pool(passes)
+    begin, counted, empty = len(compile_events), backend_compiles(), 0
+    for _ in range(300):
+        name = rng.choice(PASSES)
+        call, _ = random_call(passes, name, rng)
+        outputs, pool = bucket(passes, name)(passes.state, pool, call)
+        batch = len(call["page_table"])
+        first = outputs["drafts" if name.startswith("draft") else "tokens"]
+        assert len(first) == rung(batch, BATCHES) or name in ("prefill", "extend", "draft_prefill")
+        assert len(first) in BATCHES
+        empty += batch == 0
+    assert empty > 20
+    assert len(compile_events) == begin
+    assert backend_compiles() == counted
+    assert sum(bucket(passes, name).cold_compiles for name in PASSES) == 0
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_padding_writes_nothing(passes, name):
+    """Three requests in a bucket of four, one of them without rows: what changes are the rows of the other two."""
+    rng, before = np.random.default_rng(1), fresh_pool(passes)
+    call, written = random_call(passes, name, rng, q_lens=[3, 0, 4], live=[1, 0, 1])
+    rows = np.array(before.data).reshape(2, -1, before.latent_dim)
+    _, after = bucket(passes, name)(passes.state, before, call)
+    changed = (np.asarray(after.data).reshape(rows.shape) != rows).any(axis=-1)
+    want = np.zeros_like(changed)
+    layer = int(name.startswith("draft"))
+    for b, positions in enumerate(written):
+        assert (len(positions) > 0) == (b != 1)
+        for position in positions:
+            want[layer, call["page_table"][b, position // P] * P + position % P] = True
+    np.testing.assert_array_equal(changed, want)
+
+
+@pytest.mark.parametrize("requests", [0, 4])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_bucket_of_padding_alone(passes, name, requests):
+    """An engine without work for this pass: nothing fails, is written, emitted or compiled."""
+    rng, pool = np.random.default_rng(2), fresh_pool(passes)
+    call, written = random_call(passes, name, rng, q_lens=[0] * requests, live=[0] * requests)
+    assert not any(map(len, written))
+    if name == "draft_extend":
+        assert not call["num_emitted"].any()
+    before, begin = np.array(pool.data), len(compile_events)
+    outputs, pool = bucket(passes, name)(passes.state, pool, call)
+    np.testing.assert_array_equal(pool.data, before)
+    assert len(compile_events) == begin
+    for value in outputs.values():
+        assert np.isfinite(np.asarray(value, np.float32)).all()
+    if name == "target_verify":
+        assert (np.asarray(outputs["emitted"]) == -1).all()
+        assert (np.asarray(outputs["num_emitted"]) == 0).all()
+        np.testing.assert_array_equal(outputs["lens"][:requests], call["lens"])
