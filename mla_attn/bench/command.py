@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-from mla_attn.bench import baseline, report
+from mla_attn.bench import baseline, model, report
 from mla_attn.bench.run import default_implementations, run
 from mla_attn.bench.shapes import GRAMMAR, SETS, Shape, parse_lengths, parse_shape
 from mla_attn.cache.pools import POOL_DTYPES
@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, default=128, metavar="H", help="query heads of --kv-lens (default 128)")
     add("--q-len", type=int, default=1, metavar="S", help="query tokens of --kv-lens (default 1)")
     add("--list", action="store_true", help="print the named shapes and run nothing")
+    add("--model", choices=model.CONFIGS, help="time decode steps of a whole model of random weights instead")
+    add("--batch", default="1,16,64", metavar="B,B", help="batches of --model (default 1,16,64)")
+    add("--kv-len", type=int, default=4096, metavar="N", help="tokens of each request of --model (default 4096)")
     add("--page-size", type=int, default=64, metavar="P", help="tokens per page (default 64)")
     add("--dtype", choices=POOL_DTYPES, default="bfloat16", help="of pool and queries (default bfloat16)")
     add("--latent", default="512+64", metavar="R+E", help="latent and rope channels (default 512+64)")
@@ -48,6 +51,8 @@ def main(options: argparse.Namespace) -> int:
         for name, texts in SETS.items():
             print(f"\n{name}:", *texts, sep="\n  ")
         return 0
+    if options.model:
+        return model.main(options, _say)
     if options.plot:
         report.find_matplotlib()  # before the run rather than after it
 
@@ -65,13 +70,17 @@ def main(options: argparse.Namespace) -> int:
         repeats=_at_least_one("--repeats", options.repeats),
         unroll=options.unroll,
         seed=secrets.randbits(31) if options.seed is None else options.seed,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=_say,
         save=save,
     )
     print(json.dumps(found) if options.json == "-" else report.table(found))
     if options.plot:
         report.plot(found, options.plot)
     return int(any(result["status"] in ("wrong", "failed") for result in found["results"]))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:

@@ -100,7 +100,7 @@ def run(
     say("measuring ceilings")
     ceilings = measure_ceilings(jnp.dtype(dtype), seed)
     report = {
-        "machine": _machine(),
+        "machine": machine(),
         "configuration": configuration,
         "ceilings": dataclasses.asdict(ceilings),
         "results": [],
@@ -199,7 +199,8 @@ def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
     result.kernel_us = sum(us for _, us in result.kernels.values())
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
+    """What a figure must name beside it."""
     device = jax.devices()[0]
     return {
         "device": f"{_cpu_name()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind,

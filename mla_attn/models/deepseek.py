@@ -402,8 +402,9 @@ def _ragged(rows, kernels, sizes):
 
 
 def _einsum(equation, x, kernel):
-    product = jnp.einsum(equation, x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
-    return product.astype(x.dtype)
+    # Asked for in the type of x, not in float32, the type of its sums anyway: XLA on CPUs with bf16 units refuses some
+    # batched bf16 products with float32 output.
+    return jnp.einsum(equation, x, kernel, precision=_precision(x), preferred_element_type=x.dtype)
 
 
 def _swiglu(gate, up, dtype):

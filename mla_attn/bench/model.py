@@ -1,0 +1,220 @@
+"""Decode steps of whole models with random weights of a real model's sizes."""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mla_attn.bench import timing
+from mla_attn.bench.run import machine
+from mla_attn.buckets import warm_up
+from mla_attn.cache import LatentPool
+from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
+from mla_attn.passes import Passes, Shapes
+
+_STEPS = 20
+
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+_COMMON = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+# The published sizes; v3 is cut to 4 of its 61 layers, 3 dense and 1 with experts.
+CONFIGS = {
+    "v2-lite": {
+        **_COMMON,
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": None,
+        "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "v3-4-layers": {
+        **_COMMON,
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelStep:
+    """One decode step of one token per request, greedy sampling included; microseconds.
+
+    Attributes:
+        step_us: wall time of a step in a row of dependent steps.
+        host_us: host time to dispatch one.
+        kernel_us: time of its kernels; None where the profiler does not tell them.
+        kernels: launches of a step.
+        short_us: ``step_us`` with one cached token per request: the step without long contexts.
+    """
+
+    batch: int
+    kv_len: int
+    step_us: float
+    host_us: float
+    kernel_us: float | None
+    kernels: float | None
+    short_us: float
+
+    @property
+    def attention_share(self) -> float:
+        """Share of the step that the cached tokens cost: what is left of it at one cached token is not attention."""
+        return 1 - self.short_us / self.step_us
+
+
+def measure(
+    name: str,
+    batches: Sequence[int],
+    *,
+    kv_len: int,
+    page_size: int,
+    implementation: str | None,
+    say: Callable[[str], None],
+) -> list[ModelStep]:
+    """Time decode steps of the model ``name`` in bfloat16, every request at ``kv_len`` tokens."""
+    say(f"{name}: making random weights")
+    model = DeepseekForCausalLM(DeepseekConfig.from_hf(CONFIGS[name]), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    width = -(-kv_len // page_size)
+    shapes = Shapes(tuple(batches), (8,), width, page_size, width * page_size)
+    passes = Passes(model, shapes, implementation=implementation)
+    # One pool for all batches: programs are compiled for its size.
+    pool = LatentPool.create(
+        num_layers=model.num_cache_layers,
+        num_pages=max(batches) * width,
+        page_size=page_size,
+        spec=model.attention_spec,
+    )
+    pool = dataclasses.replace(pool, data=jax.random.normal(jax.random.key(1), pool.data.shape, pool.dtype))
+    say(f"{name}: compiling")
+    warm_up([passes.decode], passes.state, pool, progress=False)
+    found = []
+    for batch in batches:
+        say(f"{name}: batch {batch}")
+        pages = np.random.default_rng(0).permutation(pool.num_pages).astype(np.int32)
+        table = jax.device_put(pages[: batch * width].reshape(batch, width))
+        short, pool, *_ = _steps(passes, pool, table, cached=0, profile=False)
+        step, pool, host, kernels = _steps(passes, pool, table, cached=kv_len - 1, profile=True)
+        found.append(
+            ModelStep(
+                batch=batch,
+                kv_len=kv_len,
+                step_us=step,
+                host_us=host,
+                kernel_us=None if kernels is None else sum(us for _, us in kernels.values()),
+                kernels=None if kernels is None else sum(n for n, _ in kernels.values()),
+                short_us=short,
+            )
+        )
+    return found
+
+
+def _steps(passes: Passes, pool: LatentPool, table, *, cached: int, profile: bool):
+    """Median wall and dispatch microseconds of a step in rows of dependent ones, and its kernels."""
+    batch = table.shape[0]
+    lens, active = jax.device_put(np.full(batch, cached, np.int32)), jax.device_put(np.ones(batch, np.int32))
+    state = {"pool": pool, "tokens": jax.device_put(np.zeros(batch, np.int32))}
+
+    def run() -> float:
+        """``_STEPS`` steps, each from the tokens of the one before; host seconds to dispatch them."""
+        begin = time.perf_counter()
+        for _ in range(_STEPS):
+            inputs = {"page_table": table, "lens": lens, "active": active, "tokens": state["tokens"]}
+            out, state["pool"] = passes.decode(passes.state, state["pool"], inputs)
+            state["tokens"] = out["tokens"]
+        host = time.perf_counter() - begin
+        jax.block_until_ready(state["tokens"])
+        return host
+
+    run()
+    wall, host = [], []
+    for _ in range(5):
+        begin = time.perf_counter()
+        host.append(run() / _STEPS)
+        wall.append((time.perf_counter() - begin) / _STEPS)
+    kernels = None
+    if profile and jax.default_backend() == "gpu":
+        try:
+            seconds = timing.kernel_seconds(run, _STEPS)
+            kernels = {kernel: (launches, 1e6 * s) for kernel, (launches, s) in seconds.items()}
+        except RuntimeError as error:  # a failing profiler costs a column, not the run
+            print(f"kernel time unknown: {error}")
+    return 1e6 * statistics.median(wall), state["pool"], 1e6 * statistics.median(host), kernels
+
+
+def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """``mla-attn bench --model``: prints a table, or JSON."""
+    batches = [int(part) for part in options.batch.split(",")]
+    steps = measure(
+        options.model,
+        batches,
+        kv_len=options.kv_len,
+        page_size=options.page_size,
+        implementation=options.implementation,
+        say=say,
+    )
+    if options.json:
+        print(
+            json.dumps({"machine": machine(), "model": options.model, "steps": [dataclasses.asdict(s) for s in steps]})
+        )
+        return 0
+    print(f"{options.model}, random bf16 weights, one query token, page {options.page_size}, on {machine()['device']}")
+    print(
+        "| batch | kv_len | step us | attention share | kernel us | kernels | host us |\n|---|---|---|---|---|---|---|"
+    )
+    for s in steps:
+        kernel, count = ("-", "-") if s.kernel_us is None else (f"{s.kernel_us:.0f}", f"{s.kernels:.0f}")
+        share = f"{100 * s.attention_share:.0f} %"
+        print(f"| {s.batch} | {s.kv_len} | {s.step_us:.0f} | {share} | {kernel} | {count} | {s.host_us:.0f} |")
+    return 0
