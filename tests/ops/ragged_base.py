@@ -78,9 +78,12 @@ class RaggedTests:
     def batch(self, seed, **changes):
         return ragged_batch(seed, **{"kv_lens": self.kv_lens, "q_lens": self.q_lens, **changes})
 
-    def attend(self, batch, *, scale=0.2, max_q_len=6, max_kv_len=40, **options):
+    def attend(
+        self, batch, *, scale=0.2, max_q_len=6, max_kv_len=40, causal=True, window=None, soft_cap=None, out_dtype=None
+    ):
         """``(out, lse)``, jitted."""
-        options |= {"scale": scale, "max_q_len": max_q_len, "max_kv_len": max_kv_len}
+        options = {"scale": scale, "max_q_len": max_q_len, "max_kv_len": max_kv_len, "causal": causal}
+        options |= {"window": window, "soft_cap": soft_cap, "out_dtype": out_dtype}
         return _compiled(type(self))(batch.q, batch.k, batch.v, batch.places, options=tuple(options.items()))
 
     def check(self, batch, *, scale=0.2, out_dtype=None, max_q_len=6, max_kv_len=40, **rules):
@@ -133,7 +136,7 @@ class RaggedTests:
                 out, lse, want[others], want_lse[others], visible_v_max=v_max[others], dtype="float32"
             )
 
-    @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 3), (6, 2), (20, 1)])
+    @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 2), (20, 1)])
     def test_heads_share_keys_in_groups(self, heads, kv_heads):
         self.check(self.batch(3, heads=heads, kv_heads=kv_heads))
 

@@ -40,7 +40,8 @@ class TestXLALanes(TestXLA):
     batch_invariant = None
     # What lanes have no part in, TestXLA has tested.
     test_one_layer_read_by_a_number = test_layer_scanned_over = test_page_sizes = test_latent_sizes = None
-    test_pages_of_a_shared_pool = test_result_types = test_out_dtype = test_batch_invariant = None
+    test_head_counts = test_soft_cap = test_window_as_long_as_everything_is_none = test_pages_of_a_shared_pool = None
+    test_result_types = test_out_dtype = test_batch_invariant = None
 
 
 @pytest.fixture
