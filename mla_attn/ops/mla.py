@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_attn.cache.pools import LatentPool
 from mla_attn.dispatch import Implementation, choose
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops.checks import check_out_dtype, check_shape, check_type
+from mla_attn.ops.checks import check_out_dtype, check_pool, check_shape, check_type
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
 from mla_attn.xla.mla import mla_attention as xla_mla
@@ -145,11 +145,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):
         check_type(name, array, jnp.floating)
     if q_latent.dtype != q_rope.dtype:
         raise ValueError(f"q_rope has dtype {q_rope.dtype}, must be q_latent's {q_latent.dtype}")
-    if (pool.kv_lora_rank, pool.latent_dim) != (spec.kv_lora_rank, spec.latent_dim):
-        raise ValueError(
-            f"pool holds rows of {pool.kv_lora_rank} + {pool.latent_dim - pool.kv_lora_rank} channels, must be spec's "
-            f"{spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
-        )
+    check_pool(pool, spec)
     batch = metadata.q_lens.shape[0]
     for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets"):
         check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")
