@@ -140,7 +140,7 @@ class _Counter:
     installed: bool = False
     count: int = 0
 
-    def __call__(self, event: str, duration: float, **_: Any) -> None:
+    def __call__(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event == _COMPILE_EVENT
 
 

@@ -29,6 +29,6 @@ def _fetch(k, v, kv_starts, block: int):
         first = (kv_starts[requests] + first_slots)[:, None]
         index = jnp.clip(first + jnp.arange(block, dtype=jnp.int32)[None], 0, k.shape[0] - 1)
         seen = seen[:, :, None, None]
-        return tuple(jnp.where(seen, x[index], jnp.zeros((), x.dtype)) for x in (k, v))
+        return jnp.where(seen, k[index], jnp.zeros((), k.dtype)), jnp.where(seen, v[index], jnp.zeros((), v.dtype))
 
     return fetch
