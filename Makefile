@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it makes.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint cuda-aot clean
+.PHONY: help demo test lint mutants cuda-aot clean
 
 CHECKPOINT := tests/fixtures/deepseek-v3-tiny
 JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
@@ -17,6 +17,9 @@ test: .venv/installed-test ## Run the tests (more options: .venv/bin/python -m p
 
 lint: .venv/installed-lint ## Check style, types and the direction of imports
 	@.ci/lint .venv/bin
+
+mutants: .venv/installed-test ## Break the code in many small ways and see the tests notice
+	@.venv/bin/python -m tests.mutants
 
 cuda-aot: .venv/cuda-aot/installed ## Fetch XLA's CUDA compiler, so that tests can compile for GPUs without one
 

@@ -1,0 +1,143 @@
+"""Break the code on purpose and see the tests notice: ``python -m tests.mutants [NAME ...]``.
+
+Each mutant replaces one piece of source, which must occur exactly once, and names the test that must fail. Every named
+test must pass unbroken first. Survivors are printed and make the exit status 1; so does a mutant whose piece of source is
+no longer there.
+"""
+
+# ruff: noqa: E501 - the table of mutants has a row a line
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from tqdm import tqdm
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PARTS = ("mla_attn", "cache", "pallas_kernels", "tests", "pyproject.toml")
+
+XLA = "tests/ops/test_mla.py::TestXLA::"
+LANES = "tests/ops/test_mla.py::TestXLALanes::"
+REFERENCE = "tests/ops/test_mla.py::TestReference::"
+RAGGED = "tests/ops/test_ragged.py::TestXLA::"
+MERGE = "tests/ops/test_merge.py::"
+WRITE = "tests/cache/test_write.py::"
+PAGES = "tests/cache/test_pages.py::"
+METADATA = "tests/test_metadata.py::"
+STEPS = "tests/test_steps.py::"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+BLOCKWISE = "mla_attn/xla/blockwise.py"
+
+# fmt: off
+MUTANTS = (
+    Mutant("causal sees one key too many", BLOCKWISE, "visible &= p <= at\n", "visible &= p <= at + 1\n", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("causal sees one key too few", BLOCKWISE, "visible &= p <= at\n", "visible &= p < at\n", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("length mask dropped", BLOCKWISE, "(row < q_len) & (p < kv_len)", "(row < q_len) & (p < kv_len + 1)", XLA + "test_not_causal"),
+    Mutant("window counts one key more", BLOCKWISE, "visible &= p > at - rules.window", "visible &= p >= at - rules.window", XLA + "test_window"),
+    Mutant("window's first block too late", BLOCKWISE, "slot_of(begin) // plan.block", "-(-slot_of(begin) // plan.block)", XLA + "test_window"),
+    Mutant("last block forgotten", BLOCKWISE, "-(-slot_of(stop) // plan.block)", "slot_of(stop) // plan.block", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("keys no row sees not cleaned", "mla_attn/xla/mla.py", "jnp.where(seen[:, :, None], rows, jnp.zeros((), rows.dtype))", "rows", XLA + "test_poison_changes_no_bit"),
+    Mutant("tree mask read one column off", BLOCKWISE, "column = after_prefix + columns - width", "column = after_prefix + columns - width + 1", XLA + "test_tree"),
+    Mutant("tree hides the prefix", BLOCKWISE, "return bits | (column < 0)[:, None, :]", "return bits & (column >= 0)[:, None, :]", XLA + "test_tree"),
+    Mutant("LSE in base 2", BLOCKWISE, "top + jnp.log(", "top + jnp.log2(", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("running sum not rescaled", BLOCKWISE, "total * decay + weights.sum(axis=-1)", "total + weights.sum(axis=-1)", XLA + "test_scale_and_large_scores"),
+    Mutant("scale squared", BLOCKWISE, "scores = rules.scale * jnp.einsum(", "scores = rules.scale**2 * jnp.einsum(", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("soft cap forgotten", "mla_attn/xla/mla.py", "Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask)", "Rules(spec.scale, causal, spec.window, None, tree_mask)", XLA + "test_soft_cap"),
+    Mutant("stride ignored", BLOCKWISE, "slots * batch.kv_stride)[:, None, :]", "slots)[:, None, :]", XLA + "test_strided_positions"),
+    Mutant("tile size follows the mode", "mla_attn/xla/mla.py", "tile = 1 if batch_invariant else None", "tile = None", XLA + "test_batch_invariant"),
+    Mutant("a lane's foreign part merged", BLOCKWISE, "own = (i < parts)[:, None, None]", "own = (i <= parts)[:, None, None]", LANES + "test_lengths_and_mixed_rows"),
+    Mutant("table entry not clipped", "cache/write.py", "jnp.clip(jnp.take_along_axis(page_table, column, axis=1), 0, pool.num_pages - 1)", "jnp.take_along_axis(page_table, column, axis=1)", REFERENCE + "test_invalid_values_touch_no_other_request"),
+    Mutant("layer forgotten when read", "cache/write.py", "return pool.physical_pages(pages, layer), slots % pool.page_size", "return pool.physical_pages(pages, 0), slots % pool.page_size", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("slot -1 wraps", "cache/write.py", "inside = (slots >= 0) & (slots", "inside = (slots >= -1) & (slots", WRITE + "test_negative_slots_do_not_wrap"),
+    Mutant("slot N * P enters the next layer", "cache/write.py", "(slots < pool.num_pages * pool.page_size)", "(slots <= pool.num_pages * pool.page_size)", WRITE + "test_rows_go_to_their_slots_and_nowhere_else"),
+    Mutant("moves in one layer only", "cache/write.py", "layers = jnp.arange(pool.num_layers, dtype=jnp.int32)[:, None]", "layers = jnp.zeros((pool.num_layers, 1), jnp.int32)", WRITE + "test_moving_rows"),
+    Mutant("page stride ignored", "cache/pools.py", "return pages * self.page_stride +", "return pages +", "tests/cache/test_pools.py::test_placement"),
+    Mutant("merge trusts an empty part", "mla_attn/ops/merge.py", "jnp.where(share > 0, out.astype(jnp.float32) * share, -0.0)", "out.astype(jnp.float32) * share", MERGE + "test_empty_states_change_no_bit"),
+    Mutant("sink in the LSE's sign", "mla_attn/ops/merge.py", "jax.nn.sigmoid(", "jax.nn.sigmoid(-1.0 * ", MERGE + "test_sink_enters_the_denominator_once"),
+    Mutant("reference causal off by one", "mla_attn/reference/dense.py", "visible &= p <= at\n", "visible &= p <= at - 1\n", REFERENCE + "test_lengths_and_mixed_rows"),
+    Mutant("reference drops its mask of values", "mla_attn/reference/dense.py", "jnp.where(seen, v, 0.0)", "v", REFERENCE + "test_poison_changes_no_bit"),
+    Mutant("ragged keys of the neighbour", "mla_attn/xla/ragged.py", "(kv_starts[requests] + first_slots)", "(kv_starts[requests] + first_slots + 1)", RAGGED + "test_lengths"),
+    Mutant("a row past the limit is written", "mla_attn/metadata.py", "jnp.clip(max_len - prefix_lens, 0, max_q_len)", "jnp.clip(max_len - prefix_lens + 1, 0, max_q_len)", METADATA),
+    Mutant("verify forgets its drafts", "mla_attn/metadata.py", "jnp.where(q_lens > 0, prefix_lens + q_lens, 0)", "jnp.where(q_lens > 0, prefix_lens, 0)", METADATA),
+    Mutant("draft step not counted", "mla_attn/metadata.py", "seq_lens + (step if num_drafted is None else num_drafted)", "seq_lens + (0 if num_drafted is None else num_drafted)", METADATA),
+    Mutant("prefix chunks overlap", "mla_attn/steps.py", "begin = jnp.full(batch, i * chunk, jnp.int32)", "begin = jnp.full(batch, i * (chunk - 1), jnp.int32)", STEPS),
+    Mutant("query scaling off by one", "mla_attn/steps.py", "(positions // self.original_max_position)", "((positions + 1) // self.original_max_position)", STEPS),
+    Mutant("placeholder draft accepted", "mla_attn/speculative/acceptance.py", "right = (drafts == targets[:, :-1]) & (drafts >= 0)", "right = ((drafts == targets[:, :-1]) | (drafts < 0))", "tests/speculative/test_acceptance.py"),
+    Mutant("reference count not given back", "cache/pages.py", "self._holders[pages] -= 1", "self._holders[pages] -= 0", PAGES + "TestPageMachine"),
+    Mutant("a partial page shared", "cache/pages.py", "full = int(num_tokens) // self.page_size", "full = -(-int(num_tokens) // self.page_size)", PAGES + "test_fork_shares_full_pages_only_and_growing_writes_none_of_them"),
+)
+# fmt: on
+
+
+def copy_tree(target: pathlib.Path) -> None:
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+        else:
+            shutil.copy(source, target / part)
+
+
+def run_tests(tree: pathlib.Path, tests: list[str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+
+
+def try_mutant(mutant: Mutant) -> str | None:
+    """None if its test notices; else what happened."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder)
+        copy_tree(tree)
+        path = tree / mutant.file
+        source = path.read_text()
+        if source.count(mutant.old) != 1:
+            return f"{mutant.file} holds its source {source.count(mutant.old)} times, must be once: {mutant.old!r}"
+        path.write_text(source.replace(mutant.old, mutant.new))
+        done = run_tests(tree, [mutant.test])
+    if done.returncode == 1:
+        return None
+    return "survived" if done.returncode == 0 else f"pytest exited with {done.returncode}: {done.stdout[-800:]}"
+
+
+def main() -> int:
+    wanted = sys.argv[1:]
+    mutants = [m for m in MUTANTS if not wanted or any(word in m.name for word in wanted)]
+    tests = list(dict.fromkeys(m.test for m in mutants))
+    print(f"{len(mutants)} mutants; first their {len(tests)} tests unbroken", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(pathlib.Path(folder))
+        done = run_tests(pathlib.Path(folder), tests)
+    if done.returncode:
+        print(done.stdout[-3000:])
+        return 1
+    survivors = 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = pool.map(try_mutant, mutants)
+        for mutant, outcome in zip(
+            mutants, tqdm(outcomes, total=len(mutants), disable=not sys.stderr.isatty()), strict=True
+        ):
+            survivors += outcome is not None
+            print(f"{'killed' if outcome is None else 'ALIVE '}  {mutant.name}  [{mutant.test}]", flush=True)
+            if outcome is not None:
+                print(f"        {outcome}", flush=True)
+    print(f"{len(mutants) - survivors} killed, {survivors} alive")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
