@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "--speculate", type=int, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)"
     )
     drafting.add_argument(
-        "--tree", type=DraftTree.parse, metavar="W1xW2x...", help="draft a tree: children per node at each depth"
+        "--tree", type=_tree, metavar="W1xW2x...", help="draft a tree: children per node at each depth"
     )
     generate.add_argument("--page-size", type=int, default=64, metavar="P", help="tokens per cache page (default 64)")
     generate.add_argument(
@@ -63,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     supports = commands.add_parser("supports", help="print which implementation serves which call")
     supports.set_defaults(run=_supports)
     return parser
+
+
+def _tree(text: str) -> DraftTree:
+    try:
+        return DraftTree.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None  # its message, not argparse's own
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -115,7 +122,7 @@ def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
             raise ValueError(f"--prompt-ids {options.prompt_ids!r} must be comma-separated token ids, as 1,2,3")
         return [_ids(options.prompt_ids)]
     with open(options.prompts_file, encoding="utf-8") as file:
-        lines = [line for line in file.read().splitlines() if line.strip()]
+        lines = [line.rstrip("\n") for line in file if line.strip()]  # splitlines() would cut at form feeds too
     if not lines:
         raise ValueError(f"--prompts-file {options.prompts_file!r} holds no prompt, must hold one a line")
     return [_ids(line) if _is_ids(line) else tokenizer.encode(line) for line in lines]
@@ -164,6 +171,8 @@ def _demo(options: argparse.Namespace) -> int:
 
     tokenizer = load_tokenizer(options.checkpoint)
     model = load_checkpoint(options.checkpoint, dtype=jnp.float32)
+    if model.config.num_nextn_predict_layers == 0:
+        raise ValueError(f"{options.checkpoint} has no MTP layer to draft with: demo needs one")
     begin = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
     prompts = [begin + tokenizer.encode(text) for text in _DEMO_PROMPTS]
     print(f"{options.checkpoint}: {model.config.num_hidden_layers} layers, float32, on {jax.devices()[0].device_kind}")

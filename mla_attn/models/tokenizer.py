@@ -3,22 +3,11 @@
 import codecs
 import pathlib
 from collections.abc import Callable
-from typing import Protocol
 
 END_OF_BYTES = 256  # ids from here on are special tokens of a byte-level checkpoint, and have no text
 
 
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
-
-    def stream(self) -> Callable[[list[int]], str]:
-        """A function that takes the next tokens of one request and returns the text that is complete with them."""
-        ...
-
-
-def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
+def load_tokenizer(folder: str | pathlib.Path) -> "ByteTokenizer | FileTokenizer":
     """The tokenizer of a checkpoint folder; a folder without ``tokenizer.json`` is byte-level: id = byte."""
     path = pathlib.Path(folder) / "tokenizer.json"
     if not path.exists():
@@ -40,6 +29,7 @@ class ByteTokenizer:
         return bytes(t for t in tokens if t < END_OF_BYTES).decode(errors="replace")
 
     def stream(self) -> Callable[[list[int]], str]:
+        """A function that takes the next tokens of one request and returns the text that is complete with them."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda tokens: decoder.decode(bytes(t for t in tokens if t < END_OF_BYTES))
 
@@ -57,17 +47,17 @@ class FileTokenizer:
         return self._tokenizer.decode(tokens)
 
     def stream(self) -> Callable[[list[int]], str]:
+        """As of ByteTokenizer."""
         seen: list[int] = []
-        shown = ""
+        begin = shown = 0  # what was shown last is seen[begin:shown]: how tokens read depends on those before them
 
         def add(tokens: list[int]) -> str:
-            nonlocal shown
+            nonlocal begin, shown
             seen.extend(tokens)
-            text = self.decode(seen)
-            # A character cut in half decodes to U+FFFD until its last token comes.
-            if text.endswith("\ufffd") or not text.startswith(shown):
+            before, text = self.decode(seen[begin:shown]), self.decode(seen[begin:])
+            if text.endswith("\ufffd"):  # a character cut in half, until its last token comes
                 return ""
-            new, shown = text[len(shown) :], text
-            return new
+            begin, shown = shown, len(seen)
+            return text[len(before) :]
 
         return add
