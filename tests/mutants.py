@@ -28,8 +28,8 @@ RAGGED = "tests/ops/test_ragged.py::TestXLA::"
 MERGE = "tests/ops/test_merge.py::"
 WRITE = "tests/cache/test_write.py::"
 PAGES = "tests/cache/test_pages.py::"
-METADATA = "tests/test_metadata.py::"
-STEPS = "tests/test_steps.py::"
+METADATA = "tests/test_metadata.py"
+STEPS = "tests/test_steps.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def main() -> int:
         copy_tree(pathlib.Path(folder))
         done = run_tests(pathlib.Path(folder), tests)
     if done.returncode:
-        print(done.stdout[-3000:])
+        print(done.stdout[-3000:], done.stderr[-1000:])
         return 1
     survivors = 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
