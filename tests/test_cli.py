@@ -1,0 +1,255 @@
+"""The command line, as users call it."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints import V2, V3
+from mla_attn import cli, generation
+from recorder import programs_kept
+
+NEW = 8
+EXPECTED = np.load(V3 / "expected.npz")
+PROMPT = EXPECTED["prompt_0"].tolist()
+GREEDY = EXPECTED["greedy_0"].tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "programs"
+    with programs_kept(folder):
+        yield folder
+
+
+@pytest.fixture
+def call(capsys):
+    """Exit status, standard output and standard error of a command."""
+
+    def run(*arguments):
+        try:
+            status = cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            status = stop.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    """A line of text, one of ids, blank lines, and a line with what ends a line elsewhere."""
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"The GNU\n\n{', '.join(map(str, PROMPT))}\n   \nof\x0cit", encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def generate_json(call, prompts_file):
+    def run(*options, checkpoint=V3):
+        arguments = ("--prompts-file", prompts_file, "--max-new-tokens", NEW, "--dtype", "float32", "--json")
+        status, out, err = call("generate", checkpoint, *arguments, *options)
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+def test_json(generate_json):
+    result = generate_json()
+    assert set(result) == {"requests", "stats"}
+    assert [request["prompt_ids"] for request in result["requests"]] == [list(b"The GNU"), PROMPT, list(b"of\x0cit")]
+    for request in result["requests"]:
+        assert set(request) == {"prompt_ids", "tokens", "text"}
+        assert len(request["tokens"]) == NEW
+        assert request["text"] == bytes(request["tokens"]).decode()
+    assert result["requests"][1]["tokens"] == GREEDY[:NEW]
+    stats = result["stats"]
+    assert set(stats) == {field.name for field in dataclasses.fields(generation.Statistics)}
+    assert stats["acceptance_length"] is None
+    assert stats["target_steps"] == NEW - 1
+    assert stats["compiles_after_warm_up"] == 0
+    assert stats["tokens_per_second"] > 0
+    assert (stats["prompt_tokens"], stats["new_tokens"]) == (7 + 41 + 5, 3 * NEW)
+
+
+def test_the_same_tokens_another_way(generate_json):
+    requests = generate_json()["requests"]
+    result = generate_json("--speculate", 3, "--prefill-chunk", 7, "--page-size", 1)
+    assert result["requests"] == requests
+    assert 1 < result["stats"]["acceptance_length"] <= 4
+    assert result["stats"]["target_steps"] < NEW - 1
+    assert result["stats"]["compiles_after_warm_up"] == 0
+
+
+def test_the_reference_implementation(generate_json):
+    assert generate_json("--implementation", "reference")["requests"] == generate_json()["requests"]
+
+
+def test_end_of_sequence(generate_json, tmp_path):
+    """A checkpoint that ends its texts with a space."""
+    folder = tmp_path / "spaces"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(V3 / "model.safetensors")
+    config = json.loads((V3 / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [GREEDY[3], 257]}))
+    requests = generate_json()["requests"]
+    assert generate_json("--ignore-eos", checkpoint=folder)["requests"] == requests
+    stopped = generate_json(checkpoint=folder)["requests"][1]
+    assert stopped["tokens"] == GREEDY[:4]
+    assert stopped["text"] == bytes(GREEDY[:4]).decode()
+
+
+def test_several_prompts_as_text(call, prompts_file, generate_json):
+    texts = [request["text"] for request in generate_json()["requests"]]
+    status, out, err = call(
+        "generate", V3, "--prompts-file", prompts_file, "--max-new-tokens", NEW, "--dtype", "float32"
+    )
+    assert status == 0
+    assert out == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts))
+    assert re.fullmatch(
+        rf"{3 * NEW} tokens in \S+ s \(\d+ tokens/s\), {NEW - 1} target steps; compiling took \S+ s before\n", err
+    )
+
+
+def test_one_prompt_as_it_comes(call, monkeypatch):
+    """Every token is printed, and flushed, when it is there."""
+    printed = []
+    real = print
+    monkeypatch.setattr("builtins.print", lambda *args, **kw: (printed.append((args, kw)), real(*args, **kw))[1])
+    ids = ",".join(map(str, PROMPT))
+    status, out, err = call("generate", V3, "--prompt-ids", ids, "--max-new-tokens", NEW, "--dtype", "float32")
+    assert (status, out) == (0, bytes(GREEDY[:NEW]).decode() + "\n")
+    assert f"{NEW} tokens in" in err
+    pieces = [("".join(args), kw["flush"]) for args, kw in printed if "flush" in kw]
+    assert pieces == [(chr(token), True) for token in GREEDY[:NEW]]
+
+
+def test_as_a_process(programs):
+    """In bfloat16, as it is unless asked otherwise."""
+    command = [
+        sys.executable,
+        "-m",
+        "mla_attn.cli",
+        "generate",
+        str(V3),
+        "--prompt",
+        "The GNU",
+        "--max-new-tokens",
+        "8",
+    ]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) == 8 + 1
+    assert done.stderr.startswith("8 tokens in ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_options_reach_the_generation(call, monkeypatch):
+    calls = []
+
+    def fake(model, prompts, **options):
+        calls.append((model, prompts, options))
+        raise NotImplementedError("not now")
+
+    monkeypatch.setattr(generation, "generate", fake)
+    assert call("generate", V2, "--prompt", "hé") == (2, "", "mla-attn: error: not now\n")
+    model, prompts, options = calls.pop()
+    assert prompts == [[104, 195, 169]]
+    assert model.lm_head.kernel.dtype == jnp.bfloat16
+    del options["on_tokens"], options["progress"], options["tree"]
+    assert options == {
+        "max_new_tokens": 64,
+        "num_drafts": 0,
+        "page_size": 64,
+        "prefill_chunk": None,
+        "stop_tokens": (257,),
+        "implementation": None,
+    }
+    other = "--max-new-tokens 5 --speculate 2 --page-size 16 --prefill-chunk 7 --ignore-eos --implementation xla"
+    call("generate", V2, "--prompt-ids", "1, 2", "--dtype", "float32", *other.split())
+    model, prompts, options = calls.pop()
+    assert prompts == [[1, 2]]
+    assert model.lm_head.kernel.dtype == jnp.float32
+    del options["on_tokens"], options["progress"], options["tree"]
+    assert options == {
+        "max_new_tokens": 5,
+        "num_drafts": 2,
+        "page_size": 16,
+        "prefill_chunk": 7,
+        "stop_tokens": (),
+        "implementation": "xla",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "/no/such/folder", "--prompt", "x"], "/no/such/folder"),
+        (["generate", V3, "--prompt", ""], "prompts[0] is empty"),
+        (["generate", V3, "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0 must be"),
+        (["generate", V3, "--prompt", "x", "--max-new-tokens", "-5"], "max_new_tokens=-5 must be"),
+        (["generate", V3, "--prompt", "x", "--max-new-tokens", "ten"], "invalid int value: 'ten'"),
+        (["generate", V3, "--prompt", "x", "--max-new-tokens", "5000"], "at most max_position_embeddings=4096"),
+        (["generate", V3, "--prompt", "x", "--page-size", "-1"], "page_size=-1 must be"),
+        (["generate", V3, "--prompt", "x", "--prefill-chunk", "0"], "prefill_chunk=0 must be"),
+        (["generate", V3, "--prompt", "x", "--speculate", "-2"], "num_drafts=-2 must be"),
+        (["generate", V2, "--prompt", "x", "--speculate", "3"], "no MTP layer"),
+        (["generate", V3, "--prompt", "x", "--speculate", "3", "--tree", "2x1"], "not allowed with argument"),
+        (["generate", V3, "--prompt", "x", "--tree", "2x0"], "tree '2x0' must be widths of at least 1 joined by x"),
+        (["generate", V3, "--prompt-ids", "1,258"], "prompts[0] holds token 258, must be 0 to 257"),
+        (["generate", V3, "--prompt-ids", "1,,2"], "--prompt-ids '1,,2' must be comma-separated token ids, as 1,2,3"),
+        (["generate", V3, "--prompt-ids=-1,2"], "--prompt-ids '-1,2' must be comma-separated token ids"),
+        (["generate", V3, "--prompts-file", "/no/such/file"], "/no/such/file"),
+        (["generate", V3, "--prompts-file", os.devnull], "holds no prompt, must hold one a line"),
+        (["generate", V3, "--prompts-file", V3 / "model.safetensors"], "'utf-8' codec can't decode"),
+        (["generate", V3, "--prompt", "x", "--prompt-ids", "1"], "not allowed with argument --prompt"),
+        (["generate", V3], "one of the arguments --prompt --prompt-ids --prompts-file is required"),
+        (["generate", V3, "--prompt", "x", "--implementation", "cuda"], "invalid choice: 'cuda'"),
+        (["generate", V3, "--prompt", "x", "--dtype", "float16"], "invalid choice: 'float16'"),
+        (["demo", V2], "has no MTP layer to draft with: demo needs one"),
+        (["demo", "/no/such/folder"], "/no/such/folder"),
+        (["translate"], "invalid choice: 'translate'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+    ids=lambda value: " ".join(map(str, value[2:])) if isinstance(value, list) else "",
+)
+def test_wrong_calls(call, arguments, message):
+    status, out, err = call(*arguments)
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_supports(call):
+    status, out, _ = call("supports")
+    assert status == 0
+    lines = out.splitlines()
+    assert re.match(r"\| op \| call \|.* xla \| reference \|$", lines[0])
+    assert re.match(r"(\| --- )+\|$", lines[1])
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+    assert any("`mla_attention` | decode, bf16 |" in line and "| yes |" in line for line in lines)
+
+
+def test_demo(call):
+    status, out, err = call("demo", V3)
+    assert (status, err) == (0, "")
+    plain, speculative = out.split("\nplain: ")[1].split("\nspeculative, K = 3: ")
+    for text in (plain, speculative):
+        assert "[0] This program is free software" in text
+        assert "[1] Permission is hereby granted" in text
+        assert re.search(r"288 tokens in .* tokens/s\), \d+ target steps", text)
+    assert plain.split("\n", 1)[1].split("288 tokens")[0] == speculative.split("\n", 1)[1].split("288 tokens")[0]
+    assert float(re.search(r"acceptance length (\S+);", speculative)[1]) > 2
+    assert "same tokens from both: yes" in speculative
+    steps = re.search(r"target steps: (\d+) plain, (\d+) speculative", speculative)
+    assert int(steps[1]) == 95 > int(steps[2])
