@@ -80,6 +80,7 @@ def test_json(generate_json):
     assert (stats["prompt_tokens"], stats["new_tokens"]) == (7 + 41 + 5, 3 * NEW)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_another_way(generate_json):
     requests = generate_json()["requests"]
     result = generate_json("--speculate", 3, "--prefill-chunk", 7, "--page-size", 1)
@@ -240,6 +241,7 @@ def test_supports(call):
     assert any("`mla_attention` | decode, bf16 |" in line and "| yes |" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_demo(call):
     status, out, err = call("demo", V3)
     assert (status, err) == (0, "")

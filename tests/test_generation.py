@@ -28,6 +28,7 @@ BATCH = range(4)
 
 # Page size and chunk of the speculative runs, by K.
 SPECULATIVE = {1: (64, None), 2: (16, 7), 3: (64, 7), 4: (1, None), 5: (16, None)}
+slow = pytest.mark.slow  # and compiles what no other test needs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -158,7 +159,7 @@ def check_plain(name, recording, prompts=BATCH):
 
 @pytest.mark.parametrize(
     ("name", "page_size", "chunk"),
-    [("v3", 16, 7), ("v3", 1, None), ("v2", 16, None), ("v2", 1, 7)],
+    [("v3", 16, 7), ("v3", 1, None), ("v2", 16, None), pytest.param("v2", 1, 7, marks=slow)],
 )
 def test_prompts_in_one_batch(name, page_size, chunk):
     recording = run(name, page_size, chunk)
@@ -169,6 +170,7 @@ def test_prompts_in_one_batch(name, page_size, chunk):
     assert len(recording.named("extend")) == (0 if chunk is None else -(-300 // 7) - 1)
 
 
+@slow
 @pytest.mark.parametrize(("name", "page_size", "chunk"), [("v3", 64, 7), ("v2", 64, None)])
 def test_prompts_alone(name, page_size, chunk):
     for i in BATCH:
@@ -212,7 +214,7 @@ def nan_like(pool):
     return jax.tree.map(lambda data: jnp.full_like(data, jnp.nan), pool)
 
 
-@pytest.mark.parametrize("num_drafts", SPECULATIVE)
+@pytest.mark.parametrize("num_drafts", [k if k in (2, 3) else pytest.param(k, marks=slow) for k in SPECULATIVE])
 def test_speculation(num_drafts, capsys):
     """The text of plain decoding, from verify calls of K + 1 rows, in as many fewer steps as drafts were right."""
     recording = speculative(num_drafts)
@@ -261,6 +263,7 @@ def test_speculation(num_drafts, capsys):
         print(f"\nK = {num_drafts}: acceptance length {statistics.acceptance_length:.2f} ({lengths}), steps {steps}")
 
 
+@slow
 @pytest.mark.parametrize(("i", "number"), [(0, 4), (1, 0), (2, 30), (3, 11)])
 def test_drafts_are_those_of_the_draft_layer_alone(i, number):
     """All five drafts of a step, from scratch: nothing cached, no pages, no other request, through prefill alone."""
