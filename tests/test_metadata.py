@@ -88,7 +88,8 @@ def build(table, prefix_lens, q_lens, page_map, *, mode, options):
 
 
 page_ids = st.one_of(
-    st.integers(0, PAGES - 1), st.sampled_from([-1, -PAGES, PAGES, 10**6, INT32.max, INT32.max // 4, INT32.min])
+    st.integers(0, PAGES - 1),
+    st.sampled_from([-1, -PAGES, PAGES, 2**30, 2**30 + 5, INT32.max, INT32.max // 4, INT32.min]),
 )
 
 
