@@ -20,6 +20,7 @@ from mla_attn.metadata import (
 from mla_attn.ops import merge_states, mla_attention, ragged_attention
 from mla_attn.specs import MLASpec
 from mla_attn.support import supports
+from mla_attn.support import supports
 
 __all__ = [
     "AttentionMetadata",
@@ -38,6 +39,7 @@ __all__ = [
     "page_table_from_tokens",
     "ragged_attention",
     "read_latent",
+    "supports",
     "supports",
     "write_latent",
 ]

@@ -9,7 +9,7 @@ holds a call and pads its inputs with zeros.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -29,14 +29,6 @@ def ladder(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
     return tuple(sizes)
-
-
-def rung(size: int, rungs: Sequence[int]) -> int:
-    """The smallest of ``rungs`` that holds ``size``."""
-    fitting = [r for r in rungs if r >= size]
-    if not fitting:
-        raise ValueError(f"size={size} must be at most {max(rungs)}, the largest rung")
-    return min(fitting)
 
 
 class Buckets:

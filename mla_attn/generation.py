@@ -303,9 +303,3 @@ def _check(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk)
                 f"prompts[{i}] has {len(prompt)} tokens and max_new_tokens={max_new_tokens}: together they must be at "
                 f"most max_position_embeddings={config.max_position_embeddings}"
             )
-
-
-def devices() -> str:
-    """What the arrays live on, for people to read."""
-    kinds = {d.device_kind for d in jax.devices()}
-    return f"{len(jax.devices())} x {', '.join(sorted(kinds))}"

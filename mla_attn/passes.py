@@ -53,6 +53,8 @@ class Passes:
         tree = shapes.tree
         if tree and model.config.num_nextn_predict_layers == 0:
             raise ValueError(f"tree of widths {tree.widths}: the model has no MTP layer to draft with, must be None")
+        if tree and max(tree.widths) > model.config.vocab_size:
+            raise ValueError(f"tree of widths {tree.widths}: each must be at most vocab_size={model.config.vocab_size}")
         self.shapes = shapes
         self.graphdef, self.state = nnx.split(model)
         self._implementation = implementation

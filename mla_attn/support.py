@@ -50,7 +50,9 @@ CALLS = {
         "sliding window": _mla_call(window=128),
         "soft cap": _mla_call(soft_cap=30.0),
         "tree_mask": _mla_call(max_q_len=4, tree=True),
-        "batch_invariant=True": _mla_call(batch_invariant=True),
+        "tree_mask with a window": _mla_call(max_q_len=4, tree=True, window=128),
+        "batch_invariant=True on a CPU": _mla_call(batch_invariant=True),
+        "batch_invariant=True on a GPU": _mla_call(batch_invariant=True, platform="gpu"),
     },
     "ragged_attention": {
         "128 heads, 192/128": _ragged_call(),

@@ -44,13 +44,13 @@ def _tree_with_window(call: MLACall) -> str | None:
 
 def _xla_supports(call: MLACall) -> str | None:
     if call.batch_invariant and call.platform != "cpu":
-        return f"batch_invariant=True is promised on cpu only, not on {call.platform}"
+        return f"batch_invariant=True on {call.platform}: promised on cpu only"
     return _tree_with_window(call)
 
 
 def _reference_supports(call: MLACall) -> str | None:
     if call.batch_invariant:
-        return "batch_invariant=True is not promised: it is the specification of values"
+        return "batch_invariant=True: it specifies values, not bits"
     return _tree_with_window(call)
 
 

@@ -1,0 +1,35 @@
+"""The README says of implementations what they say themselves."""
+
+import pathlib
+
+import pytest
+
+from mla_attn.support import CALLS, IMPLEMENTATIONS, support_table, supports
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+
+
+def test_readme_holds_the_support_table():
+    """To renew it: replace what stands between the marks by what ``mla-attn supports`` prints."""
+    text = README.read_text()
+    begin, end = "checked by a test -->\n", "<!-- end of support table -->"
+    assert text[text.index(begin) + len(begin) : text.index(end)].strip() == support_table()
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_table_asks_every_implementation(op):
+    rows = [line.strip("| ").split(" | ") for line in support_table().splitlines()]
+    for label, call in CALLS[op].items():
+        answers = dict(zip(rows[0], next(row for row in rows if row[:2] == [f"`{op}`", label]), strict=True))
+        for implementation in IMPLEMENTATIONS[op]:
+            assert answers[implementation.name] == (implementation.supports(call) or "yes")
+
+
+def test_supports_answers_for_any_call():
+    answers = supports("mla_attention", num_heads=20, page_size=48, batch_invariant=True, platform="gpu")
+    assert "batch_invariant" in answers["xla"]
+    assert supports("mla_attention", num_heads=20)["xla"] is None
+    with pytest.raises(ValueError, match="must be one of"):
+        supports("gqa_attention")
+    with pytest.raises(ValueError, match="colour"):
+        supports("mla_attention", colour="red")
