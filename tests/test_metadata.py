@@ -181,6 +181,28 @@ def test_negative_and_huge_lengths_are_no_requests():
     assert metadata.q_lens.tolist() == [2, 0, 0, 2, 0]  # a prefix of 8 - INT32.max is negative
 
 
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(
+    q_lens=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    gaps=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    idle_starts=st.lists(st.integers(-20, 30), min_size=4, max_size=4),
+)
+def test_row_owners(q_lens, gaps, idle_starts):
+    """Ranges with gaps between them; requests without rows start anywhere."""
+    starts, owners, end = [], [-1] * 24, 0
+    for b, (length, gap) in enumerate(zip(q_lens, gaps, strict=True)):
+        starts.append(end + gap if length else idle_starts[b])
+        end += gap + length if length else 0
+        for row in range(starts[-1], starts[-1] + length):
+            owners[row] = b
+    owner, owned = _owners(i32(*starts), i32(*q_lens))
+    assert np.where(owned, owner, -1).tolist() == owners
+    assert ((owner >= 0) & (owner < 4)).all()
+
+
+_owners = jax.jit(functools.partial(md.row_owners, num_rows=24))
+
+
 def test_near_the_limit_only_what_fits_is_written():
     """max_len 64, 62 tokens committed, 4 more: positions 62 and 63 exist, and a neighbour's pages are not touched."""
     table = i32([8, 9, 10, 11], [0, 1, 2, 3])

@@ -186,6 +186,13 @@ class MLATests:
 
         run()
 
+    def test_requests_without_rows_start_anywhere(self):
+        """Also in the middle of another's rows."""
+        batch = self.batch(4, q_lens=[6, 0, 4, 0, 6, 0, 4, 0], layout="packed")
+        starts = batch.metadata.q_starts.at[jnp.arange(1, 8, 2)].set(jnp.asarray([3, 8, 14, 47]))
+        metadata = dataclasses.replace(batch.metadata, q_starts=starts)
+        self.check(dataclasses.replace(batch, metadata=metadata))
+
     def test_bucket_of_padding(self):
         batch = self.batch(4, kv_lens=[0] * 8, q_lens=[0] * 8)
         out, lse = self.attend(batch)

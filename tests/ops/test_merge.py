@@ -114,9 +114,10 @@ def test_empty_states_change_no_bit(dtype, lse):
     out, lse = state(5, lse, dtype)
     out = out.at[0, 0, :4].set(jnp.asarray([-0.0, 0.0, 3e38, -1e-30], dtype)).at[1, 1].set(jnp.asarray(-0.0, dtype))
     nothing = jnp.full_like(out, jnp.nan), jnp.full_like(lse, -INF)
-    same_bits(merge([out], [lse]), (out, lse))
-    same_bits(merge([out, nothing[0]], [lse, nothing[1]]), (out, lse))
-    same_bits(merge([nothing[0], out, nothing[0]], [nothing[1], lse, nothing[1]]), (out, lse))
+    for call in (merge, merge_states):  # XLA drops an addition of 0.0, which would hide the loss of a -0.0
+        same_bits(call([out], [lse]), (out, lse))
+        same_bits(call([out, nothing[0]], [lse, nothing[1]]), (out, lse))
+        same_bits(call([nothing[0], out, nothing[0]], [nothing[1], lse, nothing[1]]), (out, lse))
 
 
 def test_square_states_are_not_transposed():
