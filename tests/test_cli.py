@@ -81,13 +81,15 @@ def test_json(generate_json):
 
 
 @pytest.mark.slow
-def test_the_same_tokens_another_way(generate_json):
-    requests = generate_json()["requests"]
-    result = generate_json("--speculate", 3, "--prefill-chunk", 7, "--page-size", 1)
-    assert result["requests"] == requests
-    assert 1 < result["stats"]["acceptance_length"] <= 4
-    assert result["stats"]["target_steps"] < NEW - 1
-    assert result["stats"]["compiles_after_warm_up"] == 0
+def test_speculation_for_one_prompt(call):
+    options = "--dtype float32 --speculate 3 --prefill-chunk 7 --page-size 1 --max-new-tokens 32 --json"
+    status, out, err = call("generate", V3, "--prompt-ids", ",".join(map(str, PROMPT)), *options.split())
+    assert (status, err) == (0, "")
+    result = json.loads(out)
+    assert [request["tokens"] for request in result["requests"]] == [GREEDY[:32]]
+    stats = result["stats"]
+    assert 1 < stats["acceptance_length"] == 31 / stats["target_steps"] <= 4
+    assert stats["compiles_after_warm_up"] == 0
 
 
 def test_the_reference_implementation(generate_json):
