@@ -1,0 +1,68 @@
+"""Which blocks of keys the portable implementation looks at: those with a key that some row sees, and no others."""
+
+import dataclasses
+import functools
+import types
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+from mla_attn.xla import blockwise
+
+MAX_Q_LEN, SLOTS = 7, 48
+
+
+@pytest.mark.parametrize(
+    "causal, window, stride",
+    [(True, None, 1), (True, 4, 1), (False, None, 1), (True, None, 3), (True, 10, 3)],
+    ids=["causal", "window", "all keys", "stride", "window and stride"],
+)
+def test_blocks_are_those_with_visible_keys(causal, window, stride):
+    """So that cost follows lengths and not the table's width, and nothing visible is left out."""
+    rules = blockwise.Rules(1.0, causal, window)
+    plan = blockwise.make_plan(4, MAX_Q_LEN, 2, SLOTS, 8, parallel=False, tile=3)
+    assert (plan.tiles, plan.blocks, plan.lanes) == (3, 6, 1)
+
+    @jax.jit
+    def ranges(q_lens, kv_lens, kv_offsets):
+        batch = blockwise.Batch(jnp.zeros_like(q_lens), q_lens, kv_lens, kv_offsets, stride)
+        return blockwise._block_ranges(batch, plan, rules)
+
+    lengths = st.tuples(st.integers(0, MAX_Q_LEN), st.integers(0, SLOTS), st.integers(0, 30))
+
+    @hypothesis.settings(deadline=None, max_examples=60)
+    @hypothesis.given(lengths=st.lists(lengths, min_size=4, max_size=4))
+    def run(lengths):
+        q_lens, kv_lens, offsets = (np.asarray(x, np.int32) for x in zip(*lengths, strict=True))
+        first, count = (np.asarray(x).reshape(4, 3) for x in ranges(q_lens, kv_lens, offsets))
+        fields = types.SimpleNamespace(q_lens=q_lens, kv_lens=kv_lens, kv_offsets=offsets, kv_stride=stride)
+        for b in range(4):
+            for tile in range(3):
+                rows = range(tile * 3, min(tile * 3 + 3, q_lens[b]))
+                seen = {
+                    slot // 8
+                    for j in rows
+                    for slot in oracle.visible_slots(fields, b, j, num_slots=SLOTS, window=window, causal=causal)
+                }
+                got = set(range(first[b, tile], first[b, tile] + count[b, tile]))
+                assert got >= seen
+                # A block between two visible keys may hold none (rows that stand before the first key see nothing).
+                assert len(got) <= (max(seen) - min(seen) + 1 if seen else 0)
+
+    run()
+
+
+def test_plans_follow_static_sizes_alone():
+    plan = functools.partial(blockwise.make_plan, 8, 4, 16, 4096, 512)
+    assert plan(parallel=False).lanes == 1
+    assert 1 < plan(parallel=True).lanes <= 8 * 8
+    assert dataclasses.replace(plan(parallel=True), lanes=1) == plan(parallel=False)
+    for heads in (1, 3, 16, 20, 128, 1000):
+        made = blockwise.make_plan(2, 40, heads, 100, 64, parallel=True)
+        assert 1 <= made.tile <= 40 and made.tile * made.tiles >= 40 > made.tile * (made.tiles - 1)
+        assert made.blocks == 2 and made.lanes >= 1
