@@ -20,7 +20,6 @@ from mla_attn.metadata import (
 from mla_attn.ops import merge_states, mla_attention, ragged_attention
 from mla_attn.specs import MLASpec
 from mla_attn.support import supports
-from mla_attn.support import supports
 
 __all__ = [
     "AttentionMetadata",
@@ -39,7 +38,6 @@ __all__ = [
     "page_table_from_tokens",
     "ragged_attention",
     "read_latent",
-    "supports",
     "supports",
     "write_latent",
 ]
