@@ -361,6 +361,18 @@ class MLATests:
         out, _ = self.attend(batch, out_dtype=jnp.float32)
         assert (out != out.astype(jnp.bfloat16).astype(jnp.float32)).any()
 
+    def test_queries_of_another_type(self):
+        """bfloat16 queries of a float32 cache."""
+        if self.dtypes is not None:
+            return
+        batch = self.batch(30)
+        q_latent, q_rope = (q.astype(jnp.bfloat16) for q in (batch.q_latent, batch.q_rope))
+        batch = dataclasses.replace(batch, q_latent=q_latent, q_rope=q_rope)
+        out, lse = self.attend(batch)
+        assert out.dtype == jnp.bfloat16
+        want, want_lse, v_max = batch.expected()
+        helpers.assert_attention_close(out, lse, want, want_lse, visible_v_max=v_max, dtype="bfloat16")
+
     # Trees
 
     @pytest.mark.parametrize("earlier", [0, 3])
