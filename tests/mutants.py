@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant("stride ignored", BLOCKWISE, "slots * batch.kv_stride)[:, None, :]", "slots)[:, None, :]", XLA + "test_strided_positions"),
     Mutant("tile size follows the mode", "mla_attn/xla/mla.py", "tile = 1 if batch_invariant else None", "tile = None", XLA + "test_batch_invariant"),
     Mutant("a lane's foreign part merged", BLOCKWISE, "own = (i < parts)[:, None, None]", "own = (i <= parts)[:, None, None]", LANES + "test_lengths_and_mixed_rows"),
-    Mutant("table entry not clipped", "cache/write.py", "jnp.clip(jnp.take_along_axis(page_table, column, axis=1), 0, pool.num_pages - 1)", "jnp.take_along_axis(page_table, column, axis=1)", REFERENCE + "test_invalid_values_touch_no_other_request"),
+    Mutant("first slot of the next page read early", "cache/write.py", "column = jnp.clip(slots // pool.page_size, 0,", "column = jnp.clip((slots + 1) // pool.page_size, 0,", REFERENCE + "test_lengths_and_mixed_rows"),
     Mutant("layer forgotten when read", "cache/write.py", "return pool.physical_pages(pages, layer), slots % pool.page_size", "return pool.physical_pages(pages, 0), slots % pool.page_size", XLA + "test_lengths_and_mixed_rows"),
     Mutant("slot -1 wraps", "cache/write.py", "inside = (slots >= 0) & (slots", "inside = (slots >= -1) & (slots", WRITE + "test_negative_slots_do_not_wrap"),
     Mutant("slot N * P enters the next layer", "cache/write.py", "(slots < pool.num_pages * pool.page_size)", "(slots <= pool.num_pages * pool.page_size)", WRITE + "test_rows_go_to_their_slots_and_nowhere_else"),
