@@ -185,13 +185,14 @@ def accept_tree(
         return (jnp.where(found, taken, row), found), (jnp.where(going, target[:, 0], -1), jnp.where(going, row, -1))
 
     start = (jnp.zeros(tokens.shape[0], jnp.int32), live)
-    (last, _), (emitted, path) = jax.lax.scan(descend, start, length=max_depth + 1)
+    _, (emitted, path) = jax.lax.scan(descend, start, length=max_depth + 1)
     count = (path >= 0).sum(axis=0, dtype=jnp.int32)
+    last = jnp.maximum(count - 1, 0)
     return Acceptance(
-        accepted_drafts=jnp.maximum(count - 1, 0),
+        accepted_drafts=last,
         emitted=emitted.T,
         num_emitted=count,
-        next_tokens=jnp.where(live, jnp.take_along_axis(targets, last[:, None], axis=1)[:, 0], 0),
+        next_tokens=jnp.where(live, jnp.take_along_axis(emitted, last[None], axis=0)[0], 0),
     ), path.T
 
 
