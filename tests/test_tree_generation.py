@@ -1,0 +1,115 @@
+"""Generation with draft trees on the V3 fixture: greedy's tokens, and more accepted than along a chain."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints import V3
+from mla_attn import generation
+from mla_attn.buckets import Buckets
+from mla_attn.models import load_checkpoint
+from mla_attn.passes import Passes
+from mla_attn.speculative import DraftTree
+from recorder import programs_kept
+
+TREES = [(2, 2), (3, 2), (4, 1, 1)]
+PROMPTS = range(4)
+ROOM = 76  # new tokens and drafts together: programs of different trees that can be shared then are
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles(tmp_path_factory):
+    """Programs are compiled quickly and kept: compiling is most of the time."""
+
+    def compile_quickly(self, index, state, pool):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pool))
+        program = self._jitted.lower(*shapes, self._rungs[index]).compile({"xla_backend_optimization_level": 0})
+        self._programs[index] = program
+        return program
+
+    with pytest.MonkeyPatch.context() as patch, programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        if jax.default_backend() == "cpu":
+            patch.setattr(Buckets, "compile", compile_quickly)
+        yield
+
+
+@functools.cache
+def model():
+    return load_checkpoint(V3, dtype=jnp.float32)
+
+
+@functools.cache
+def expected():
+    """Prompts, and the tokens after them, of the reference."""
+    stored = np.load(V3 / "expected.npz")
+    return [(stored[f"prompt_{i}"].tolist(), stored[f"greedy_{i}"].tolist()) for i in PROMPTS]
+
+
+@functools.cache
+def run(widths):
+    """A whole generation; before each verify step, a chain as deep as the tree is drafted from the same state.
+
+    Returns:
+        The tokens, and of each step and request that was active: the request, its number of tokens before the step,
+        how many it got, and the chain's drafts.
+    """
+    tree = DraftTree(widths)
+    prompts = [prompt for prompt, _ in expected()]
+    loop = generation._Run(model(), prompts, ROOM - (tree.size - 1), tree, 16, None, (), None, None)
+    chain = Passes(model(), dataclasses.replace(loop.passes.shapes, tree=DraftTree((1,) * tree.depth)))
+    loop.prefill()
+    steps = []
+    while loop.active.any():
+        active, lens, counts = np.flatnonzero(loop.active), np.asarray(loop.lens), list(map(len, loop.tokens))
+        drafts = chain_drafts(loop, chain)
+        loop.speculate()
+        emitted = np.asarray(loop.lens) - lens
+        steps += [(request, counts[request], int(emitted[request]), drafts[request]) for request in active]
+    return loop.tokens, steps
+
+
+def chain_drafts(loop, chain):
+    """What a chain would draft in the next step, on a copy of the cache."""
+    drafts = np.full((len(loop.active), chain.shapes.tree.depth), -1, np.int32)
+    drafts[:, 0] = np.asarray(loop.draft["drafts"])[:, 0]  # the draft layer's likeliest token
+    draft = {"drafts": drafts, "hidden": loop.draft["hidden"]}
+    state = {"page_table": loop.table, "lens": loop.lens, "active": loop.active}
+    pool = jax.tree.map(jnp.copy, loop.pool)
+    for step, bucket in enumerate(chain.draft_decode):
+        number = {"step": np.int32(step), "num_drafted": np.int32(step)}
+        draft, pool = bucket(chain.state, pool, {**draft, **number, **state})
+    return np.asarray(draft["drafts"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", TREES)
+def test_tokens_are_those_of_greedy(widths):
+    tokens, _ = run(widths)
+    for mine, (_, greedy) in zip(tokens, expected(), strict=True):
+        count = min(len(mine), len(greedy))
+        assert count >= 64
+        assert mine[:count] == greedy[:count]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", TREES)
+def test_a_tree_accepts_at_least_as_many_as_a_chain(widths, capsys):
+    """From the same committed prefix, at every step of every request; and more, all together."""
+    tokens, steps = run(widths)
+    depth, accepted = len(widths), []
+    for request, count, emitted, drafts in steps:
+        following = tokens[request][count : count + depth]
+        if len(following) == depth:  # the target's own tokens are the text, which says what a chain would get
+            right = np.cumprod(drafts == following).sum()
+            accepted.append((emitted - 1, right))
+    along_tree, along_chain = np.transpose(accepted)
+    assert len(accepted) > 80
+    assert (along_tree >= along_chain).all() and along_tree.sum() > along_chain.sum()
+    assert along_tree.max() == along_chain.max() == depth and along_tree.min() == along_chain.min() == 0
+    with capsys.disabled():
+        means = f"{along_tree.mean():.2f} drafts accepted a step, {along_chain.mean():.2f} along a chain"
+        print(f"\ntree {'x'.join(map(str, widths))}: {means}, {len(accepted)} steps")
