@@ -8,7 +8,7 @@ import pytest
 
 import source_tree
 
-pytest.register_assert_rewrite("checkpoints", "footprint", "helpers", "oracle", "ops.base", "ops.ragged_base")
+pytest.register_assert_rewrite("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.base", "ops.ragged_base")
 SHAPES_CHECKED = source_tree.install()
 
 
