@@ -45,9 +45,10 @@ class Sizes:
         return self.num_pages * self.page_size * SPEC.latent_dim * jnp.dtype(self.dtype).itemsize
 
 
-# A layer of the large pool has 302 MB in bfloat16. Both tables are wide enough to keep all lanes of a GPU busy.
-SMALL = Sizes(num_pages=64, table_width=256)
-LARGE = Sizes(num_pages=4096, table_width=1024)
+# A GPU works on many keys at once, up to a limit that shorter tables do not reach: both hold 128 Ki tokens or more. The
+# large pool is what a server might have, 14.5 GB in bfloat16: some of its elements lie past 2**31.
+SMALL = Sizes(num_pages=64, table_width=2048)
+LARGE = Sizes(num_pages=65536, table_width=8192)
 
 
 # Arguments: the pool, a layer, and what the program takes besides.
@@ -267,12 +268,18 @@ class Footprint:
     copies: list[str]
 
 
-def footprint(compiled: jax.stages.Compiled, layer_bytes: int, layers: int = LAYERS) -> Footprint:
-    memory = compiled.memory_analysis()
-    unaliased = layers * layer_bytes - memory.alias_size_in_bytes
-    return Footprint(layer_bytes, unaliased, memory.temp_size_in_bytes, large_copies(compiled.as_text(), layer_bytes))
+def footprint(lowered: jax.stages.Lowered, layer_bytes: int, layers: int = LAYERS, **options) -> Footprint:
+    """What a program takes once compiled with ``options``. Steps that differ in name alone are compiled once."""
+    text = re.sub(r"^module @\S+", "module", lowered.as_text())
+    if text not in _found:
+        compiled = lowered.compile(options)
+        memory, copies = compiled.memory_analysis(), large_copies(compiled.as_text(), layer_bytes)
+        unaliased = layers * layer_bytes - memory.alias_size_in_bytes
+        _found[text] = Footprint(layer_bytes, unaliased, memory.temp_size_in_bytes, copies)
+    return _found[text]
 
 
+_found: dict[str, Footprint] = {}
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "pred": 1, "s8": 1, "u8": 1, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 _COPY = re.compile(
     r" = \(*(\w+)\[([\d,]*)\][^=]*? (copy|copy-start|transpose|convert|concatenate|slice|dynamic-slice|gather)\("

@@ -36,7 +36,7 @@ NAMES = CPU_PROGRAMS if jax.default_backend() == "cpu" else PROGRAMS
 
 
 def footprints(name, *sizes):
-    return [footprint(lower(name, s).compile(), s.layer_bytes) for s in sizes]
+    return [footprint(lower(name, s), s.layer_bytes) for s in sizes]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +77,7 @@ def model():
 @pytest.mark.parametrize("name", [n if n in QUICK_PASSES else pytest.param(n, marks=pytest.mark.slow) for n in PASSES])
 def test_whole_models_hold_one_pool(name, model):
     lowered, layer_bytes = lower_pass(name, model)
-    found = footprint(lowered.compile(), layer_bytes, model.num_cache_layers)
+    found = footprint(lowered, layer_bytes, model.num_cache_layers)
     assert found.unaliased == 0
     assert found.temp < layer_bytes / 4
     assert not found.copies
