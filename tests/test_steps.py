@@ -129,7 +129,7 @@ def row_places(metadata):
 
 def copied(pool):
     """The bytes of a pool, in memory of NumPy's own: a view would keep the pool from being donated."""
-    return np.array(pool.data + 0)
+    return np.array(jnp.array(pool.data))
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +280,7 @@ def test_a_tree_is_verified_along_its_paths(world):
             np.testing.assert_allclose(out[b, j], want, atol=2e-5)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="plain JAX promises bits on CPUs alone")
 def test_decode_and_verify_agree_bit_for_bit_when_asked(world):
     prefix_lens = (3, 5, 22)
     verify = make_metadata(world, "target_verify", prefix_lens, (4, 4, 4))

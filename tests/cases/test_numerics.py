@@ -69,7 +69,7 @@ def test_c01_scale_of_the_model():
     assert pytest.approx(1.87385, abs=1e-5) == YARN / PLAIN
     for yarn in (None, {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}):
         config = deepseek(yarn)
-        model = nnx.eval_shape(functools.partial(DeepseekForCausalLM, config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda config=config: DeepseekForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
         assert model.attention_spec.scale == config.softmax_scale
 
 
