@@ -8,7 +8,8 @@ import pytest
 
 import source_tree
 
-pytest.register_assert_rewrite("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.base", "ops.ragged_base")
+HELPERS = ("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.base", "ops.ragged_base")
+pytest.register_assert_rewrite(*HELPERS)
 SHAPES_CHECKED = source_tree.install()
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from mla_attn.cache import LatentPool
 
 import oracle
+from mla_attn.cache import LatentPool
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.specs import MLASpec
 

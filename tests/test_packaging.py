@@ -7,9 +7,9 @@ import zipfile
 import jax.numpy as jnp
 import jaxtyping
 import pytest
-from mla_attn.cache import LatentPool, write_latent
 
 import mla_attn
+from mla_attn.cache import LatentPool, write_latent
 from mla_attn.specs import MLASpec
 from source_tree import FOLDERS, ROOT
 

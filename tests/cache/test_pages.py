@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from mla_attn.cache.pages import OutOfPages, PageAllocator
 
 NUM_PAGES, TABLE_WIDTH, MAX_REQUESTS = 9, 6, 5
