@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import inspect
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -20,6 +22,17 @@ BATCH, WIDTH, PAGES = 4, 5, 30
 
 def i32(*values):
     return jnp.asarray(values, jnp.int32)
+
+
+def compiled(builder):
+    """One program instead of one for each operation."""
+    static = ("page_size", "num_tokens", "max_q_len", "num_rows", "max_len")
+    return jax.jit(builder, static_argnames=[name for name in inspect.signature(builder).parameters if name in static])
+
+
+jitted = types.SimpleNamespace(
+    **{name: compiled(builder) for name, builder in vars(md).items() if name.startswith("for_")}
+)
 
 
 def rows_of(q_lens, num_tokens, *, packed):
@@ -156,7 +169,7 @@ def test_builders_equal_a_plain_construction(mode, tokens, num_rows, max_len, vi
 def test_page_sizes(page_size):
     table = np.random.default_rng(0).permutation(12).reshape(3, 4)
     prefix_lens, q_lens = [0, page_size, 4 * page_size - 2], [5 if page_size > 2 else 2, 2, 3]
-    metadata = md.for_extend(
+    metadata = jitted.for_extend(
         i32(*table), i32(*prefix_lens) + i32(*q_lens), i32(*q_lens), max_q_len=5, page_size=page_size
     )
     made = by_hand(table.tolist(), prefix_lens, q_lens, num_tokens=5, page_size=page_size, num_rows=15, packed=False)
@@ -168,16 +181,17 @@ def test_page_sizes(page_size):
 def test_negative_and_huge_lengths_are_no_requests():
     table = i32(*np.arange(20).reshape(5, 4))
     lengths = i32(-1, -7, INT32.min, INT32.max, 10**6)
-    for metadata in (
-        md.for_decode(table, lengths, page_size=4),
-        md.for_target_verify(table, lengths, num_tokens=1, page_size=4),
-        md.for_extend(table, lengths, jnp.ones_like(lengths), max_q_len=1, page_size=4),
-        md.for_draft_decode(table, lengths, 0, page_size=4),
+    for make in (
+        lambda: jitted.for_decode(table, lengths, page_size=4),
+        lambda: jitted.for_target_verify(table, lengths, num_tokens=1, page_size=4),
+        lambda: jitted.for_extend(table, lengths, jnp.ones_like(lengths), max_q_len=1, page_size=4),
+        lambda: jitted.for_draft_decode(table, lengths, 0, page_size=4),
     ):
+        metadata = host(make)
         assert metadata.q_lens.tolist() == metadata.kv_lens.tolist() == metadata.positions.tolist() == [0] * 5
         assert metadata.slots.tolist() == [-1] * 5
     # More rows than the call holds, or fewer than none.
-    metadata = md.for_extend(table, i32(8, 8, 8, 8, 8), i32(3, -1, INT32.max, 2, 0), max_q_len=2, page_size=4)
+    metadata = jitted.for_extend(table, i32(8, 8, 8, 8, 8), i32(3, -1, INT32.max, 2, 0), max_q_len=2, page_size=4)
     assert metadata.q_lens.tolist() == [2, 0, 0, 2, 0]  # a prefix of 8 - INT32.max is negative
 
 
@@ -206,32 +220,34 @@ _owners = jax.jit(functools.partial(md.row_owners, num_rows=24))
 def test_near_the_limit_only_what_fits_is_written():
     """max_len 64, 62 tokens committed, 4 more: positions 62 and 63 exist, and a neighbour's pages are not touched."""
     table = i32([8, 9, 10, 11], [0, 1, 2, 3])
-    metadata = md.for_target_verify(table, i32(62, 5), num_tokens=4, page_size=16, max_len=64)
+    metadata = jitted.for_target_verify(table, i32(62, 5), num_tokens=4, page_size=16, max_len=64)
     assert metadata.slots.tolist() == [11 * 16 + 14, 11 * 16 + 15, -1, -1, 5, 6, 7, 8]
     assert metadata.q_lens.tolist() == [2, 4] and metadata.kv_lens.tolist() == [64, 9]
     assert metadata.positions.tolist() == [62, 63, 0, 0, 5, 6, 7, 8]
     # The request is full: no row is left.
-    metadata = md.for_target_verify(table, i32(64, 70), num_tokens=4, page_size=16)
+    metadata = jitted.for_target_verify(table, i32(64, 70), num_tokens=4, page_size=16)
     assert metadata.slots.tolist() == [-1] * 8 and metadata.kv_lens.tolist() == [0, 0]
 
 
 def test_a_tree_stands_by_depth_and_is_cached_by_row():
     """Anchor, two drafts side by side, one below the first: rows at prefix + row, positions at prefix + depth."""
     table, prefix = i32([3, 1, 2], [0, 4, 5]), i32(6, 3)
-    metadata = md.for_target_verify(table, prefix, num_tokens=4, page_size=4, depths=i32(0, 1, 1, 2), q_lens=i32(4, 3))
+    metadata = jitted.for_target_verify(
+        table, prefix, num_tokens=4, page_size=4, depths=i32(0, 1, 1, 2), q_lens=i32(4, 3)
+    )
     assert metadata.positions.tolist() == [6, 7, 7, 8, 3, 4, 4, 0]
     assert metadata.slots.tolist() == [6, 7, 8, 9, 3, 16, 17, -1]
     assert metadata.kv_lens.tolist() == [10, 6]
-    each = md.for_target_verify(table, prefix, num_tokens=2, page_size=4, depths=i32([0, 1], [0, 0]))
+    each = jitted.for_target_verify(table, prefix, num_tokens=2, page_size=4, depths=i32([0, 1], [0, 0]))
     assert each.positions.tolist() == [6, 7, 3, 3]
-    packed = md.for_target_verify(
+    packed = jitted.for_target_verify(
         table, prefix, num_tokens=4, page_size=4, depths=i32(0, 1, 1, 2), q_lens=i32(1, 4), num_rows=6
     )
     assert packed.positions.tolist() == [6, 3, 4, 4, 5, 0]
     # Levels of 2 and 4 nodes: the second level stands one further and is cached behind the first.
-    first = md.for_draft_decode(table, prefix, 0, page_size=4, num_tokens=2)
+    first = jitted.for_draft_decode(table, prefix, 0, page_size=4, num_tokens=2)
     assert (first.positions.tolist(), first.kv_lens.tolist()) == ([6, 6, 3, 3], [8, 5])
-    second = md.for_draft_decode(table, prefix, 1, page_size=4, num_tokens=4, num_drafted=2)
+    second = jitted.for_draft_decode(table, prefix, 1, page_size=4, num_tokens=4, num_drafted=2)
     assert second.positions.tolist() == [7] * 4 + [4] * 4
     assert second.slots.tolist() == [8, 9, 10, 11, 17, 18, 19, 20]
     assert second.kv_lens.tolist() == [12, 9]
@@ -251,18 +267,18 @@ def test_steps_of_drafting_are_traced():
 def test_empty_batches():
     table, none = jnp.zeros((0, 4), jnp.int32), jnp.zeros(0, jnp.int32)
     for metadata in (
-        md.for_decode(table, none, page_size=4),
-        md.for_target_verify(table, none, num_tokens=3, page_size=4),
-        md.for_draft_extend(table, none, none, max_q_len=3, num_rows=5, page_size=4),
-        md.for_draft_decode(table, none, 1, page_size=4),
-        md.for_extend(table, none, none, max_q_len=3, num_rows=0, page_size=4),
-        md.for_mixed(table, none, none, max_q_len=3, num_rows=2, page_size=4, page_map=i32(1, 2)),
+        jitted.for_decode(table, none, page_size=4),
+        jitted.for_target_verify(table, none, num_tokens=3, page_size=4),
+        jitted.for_draft_extend(table, none, none, max_q_len=3, num_rows=5, page_size=4),
+        jitted.for_draft_decode(table, none, 1, page_size=4),
+        jitted.for_extend(table, none, none, max_q_len=3, num_rows=0, page_size=4),
+        jitted.for_mixed(table, none, none, max_q_len=3, num_rows=2, page_size=4, page_map=i32(1, 2)),
     ):
         assert metadata.q_lens.shape == (0,) and set(metadata.slots.tolist()) <= {-1}
         md.check_metadata(metadata, num_pages=3, page_size=4)
-    no_rows = md.for_extend(i32([1, 2]), i32(5), i32(0), max_q_len=3, num_rows=0, page_size=4)
+    no_rows = jitted.for_extend(i32([1, 2]), i32(5), i32(0), max_q_len=3, num_rows=0, page_size=4)
     assert no_rows.slots.shape == (0,) and no_rows.kv_lens.tolist() == [0]
-    idle = md.for_target_verify(i32([-1, -1], [7, 9]), i32(0, 0), num_tokens=4, q_lens=i32(0, 0), page_size=4)
+    idle = jitted.for_target_verify(i32([-1, -1], [7, 9]), i32(0, 0), num_tokens=4, q_lens=i32(0, 0), page_size=4)
     assert idle.slots.tolist() == [-1] * 8 and idle.kv_lens.tolist() == [0, 0]
 
 
@@ -272,7 +288,13 @@ def test_empty_batches():
 COMMITTED = [5, 64, 17]  # tokens before the call
 ACCEPTED = [2, 4, 1]
 DRAFTS = 4
-TABLE = i32(*np.random.default_rng(1).permutation(18).reshape(3, 6))
+PAGE_TABLE = np.random.default_rng(1).permutation(18).reshape(3, 6)
+TABLE = i32(*PAGE_TABLE)
+
+
+def host(make):
+    """What a builder makes, as NumPy arrays."""
+    return jax.tree.map(np.asarray, make())
 
 
 def keys_seen(metadata, tree_mask=None):
@@ -303,81 +325,83 @@ N, ONE = [DRAFTS] * 3, [1] * 3
 LONGEST = [max(ACCEPTED)] * 3
 TABLE_ROWS = {
     "decode: seq_lens counts the token": (
-        lambda: md.for_decode(TABLE, i32(*plus(COMMITTED, 1)), page_size=16),
+        lambda: jitted.for_decode(TABLE, i32(*plus(COMMITTED, 1)), page_size=16),
         kernel_sees(plus(COMMITTED, 1), ONE, ONE),
     ),
     "target verify, uniform: seq_lens without, kernel + N": (
-        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, page_size=16),
+        lambda: jitted.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, page_size=16),
         kernel_sees(plus(COMMITTED, DRAFTS), N, N),
     ),
     "target verify, uniform: seq_lens without, kernel + draft_token_num": (
-        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, num_rows=12, page_size=16),
+        lambda: jitted.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, num_rows=12, page_size=16),
         kernel_sees(plus(COMMITTED, DRAFTS), N, N),
     ),
     "target verify, prefix and new keys apart, mask of width seq_len + N": (
-        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, page_size=16),
+        lambda: jitted.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, page_size=16),
         [[[*range(p), *(p + i for i in range(j + 1))] for j in range(DRAFTS)] for p in COMMITTED],
     ),
     "target verify, ragged, front-aligned: kernel seq_lens + N for all": (
-        lambda: md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=DRAFTS, q_lens=i32(*ACCEPTED), page_size=16),
+        lambda: jitted.for_target_verify(
+            TABLE, i32(*COMMITTED), num_tokens=DRAFTS, q_lens=i32(*ACCEPTED), page_size=16
+        ),
         kernel_sees(plus(COMMITTED, DRAFTS), N, ACCEPTED),
     ),
     "target verify, ragged, packed: kernel seq_lens + v": (
-        lambda: md.for_target_verify(
+        lambda: jitted.for_target_verify(
             TABLE, i32(*COMMITTED), num_tokens=DRAFTS, q_lens=i32(*ACCEPTED), num_rows=9, page_size=16
         ),
         kernel_sees(plus(COMMITTED, ACCEPTED), ACCEPTED, ACCEPTED),
     ),
     "draft extend, padded to the longest: kernel seq_lens - e + m": (
-        lambda: md.for_draft_extend(
+        lambda: jitted.for_draft_extend(
             TABLE, i32(*plus(COMMITTED, ACCEPTED)), i32(*ACCEPTED), max_q_len=max(ACCEPTED), page_size=16
         ),
         kernel_sees(plus(COMMITTED, max(ACCEPTED)), LONGEST, ACCEPTED),
     ),
     "draft extend, all N accepted: kernel seq_lens": (
-        lambda: md.for_draft_extend(TABLE, i32(*plus(COMMITTED, DRAFTS)), i32(*N), max_q_len=DRAFTS, page_size=16),
+        lambda: jitted.for_draft_extend(TABLE, i32(*plus(COMMITTED, DRAFTS)), i32(*N), max_q_len=DRAFTS, page_size=16),
         kernel_sees(plus(COMMITTED, DRAFTS), N, N),
     ),
     "draft extend, packed: kernel seq_lens": (
-        lambda: md.for_draft_extend(
+        lambda: jitted.for_draft_extend(
             TABLE, i32(*plus(COMMITTED, ACCEPTED)), i32(*ACCEPTED), max_q_len=DRAFTS, num_rows=7, page_size=16
         ),
         kernel_sees(plus(COMMITTED, ACCEPTED), ACCEPTED, ACCEPTED),
     ),
     "draft extend, N fixed: kernel seq_lens": (
-        lambda: md.for_draft_extend(
+        lambda: jitted.for_draft_extend(
             TABLE, i32(*plus(COMMITTED, DRAFTS)), i32(*N), max_q_len=DRAFTS, num_rows=12, page_size=16
         ),
         kernel_sees(plus(COMMITTED, DRAFTS), N, N),
     ),
     "draft extend, seq_lens without: add the rows": (
-        lambda: md.for_draft_extend(TABLE, i32(*COMMITTED) + DRAFTS, i32(*N), max_q_len=DRAFTS, page_size=16),
+        lambda: jitted.for_draft_extend(TABLE, i32(*COMMITTED) + DRAFTS, i32(*N), max_q_len=DRAFTS, page_size=16),
         kernel_sees(plus(COMMITTED, DRAFTS), N, N),
     ),
     "draft decode, step 2: kernel seq_lens + s + 1": (
-        lambda: md.for_draft_decode(TABLE, i32(*COMMITTED), 2, page_size=16),
+        lambda: jitted.for_draft_decode(TABLE, i32(*COMMITTED), 2, page_size=16),
         kernel_sees(plus(COMMITTED, 3), ONE, ONE),
     ),
     "draft decode, step 0: kernel seq_lens + 1": (
-        lambda: md.for_draft_decode(TABLE, i32(*COMMITTED), 0, page_size=16),
+        lambda: jitted.for_draft_decode(TABLE, i32(*COMMITTED), 0, page_size=16),
         kernel_sees(plus(COMMITTED, 1), ONE, ONE),
     ),
     "draft decode, seq_lens advanced by the caller": (
-        lambda: md.for_decode(TABLE, i32(*plus(COMMITTED, 3)), page_size=16),
+        lambda: jitted.for_decode(TABLE, i32(*plus(COMMITTED, 3)), page_size=16),
         kernel_sees(plus(COMMITTED, 3), ONE, ONE),
     ),
     "prefill without prefix: kernel e": (
-        lambda: md.for_extend(TABLE, i32(*COMMITTED), i32(*COMMITTED), max_q_len=64, num_rows=90, page_size=16),
+        lambda: jitted.for_extend(TABLE, i32(*COMMITTED), i32(*COMMITTED), max_q_len=64, num_rows=90, page_size=16),
         kernel_sees(COMMITTED, COMMITTED, COMMITTED),
     ),
     "prefill over a prefix: kernel seq_lens": (
-        lambda: md.for_extend(
+        lambda: jitted.for_extend(
             TABLE, i32(*plus(COMMITTED, [9, 3, 20])), i32(9, 3, 20), max_q_len=20, num_rows=32, page_size=16
         ),
         kernel_sees(plus(COMMITTED, [9, 3, 20]), [9, 3, 20], [9, 3, 20]),
     ),
     "prefill by prefix chunks of 16, not causal, then itself": (
-        lambda: md.for_extend(TABLE, i32(*plus(COMMITTED, ACCEPTED)), i32(*ACCEPTED), max_q_len=4, page_size=16),
+        lambda: jitted.for_extend(TABLE, i32(*plus(COMMITTED, ACCEPTED)), i32(*ACCEPTED), max_q_len=4, page_size=16),
         [
             [
                 [*(16 * c + i for c in range(4) for i in range(min(max(p - 16 * c, 0), 16))), *range(p, p + j + 1)]
@@ -387,7 +411,7 @@ TABLE_ROWS = {
         ],
     ),
     "absorbed prefill: kernel seq_lens": (
-        lambda: md.for_mixed(
+        lambda: jitted.for_mixed(
             TABLE, i32(*plus(COMMITTED, [1, 5, 1])), i32(1, 5, 1), max_q_len=5, num_rows=7, page_size=16
         ),
         kernel_sees(plus(COMMITTED, [1, 5, 1]), [1, 5, 1], [1, 5, 1]),
@@ -398,7 +422,7 @@ TABLE_ROWS = {
 @pytest.mark.parametrize("row", TABLE_ROWS)
 def test_each_meaning_of_seq_lens(row):
     make, seen = TABLE_ROWS[row]
-    metadata = make()
+    metadata = host(make)
     assert keys_seen(metadata) == seen
     md.check_metadata(metadata, num_pages=18, page_size=16)
     # Rows are written where their own key is seen: the last position of each row.
@@ -406,13 +430,15 @@ def test_each_meaning_of_seq_lens(row):
         for j, keys in enumerate(rows):
             t = int(metadata.q_starts[b]) + j
             page, offset = divmod(int(metadata.slots[t]), 16)
-            assert (page, offset) == (int(TABLE[b, keys[-1] // 16]), keys[-1] % 16)
+            assert (page, offset) == (PAGE_TABLE[b, keys[-1] // 16], keys[-1] % 16)
             assert int(metadata.positions[t]) == keys[-1]
 
 
 def test_draft_decode_with_branches():
     """Two branches at step 2: each row sees the prefix, its own ancestors and itself, ``seq_len + s + 1`` keys."""
-    metadata = md.for_draft_decode(TABLE, i32(*COMMITTED), 2, page_size=16, num_tokens=2, num_drafted=4)
+    metadata = host(
+        lambda: jitted.for_draft_decode(TABLE, i32(*COMMITTED), 2, page_size=16, num_tokens=2, num_drafted=4)
+    )
     branches = np.zeros((3, 2, 6), bool)
     branches[:, 0, [0, 2, 4]] = branches[:, 1, [1, 3, 5]] = True
     seen = keys_seen(metadata, branches)
@@ -423,7 +449,7 @@ def test_draft_decode_with_branches():
 def test_padded_requests_hold_any_fill_value():
     """Systems fill padded rows' lengths with 1 or N; here their rows are 0, and the length does not matter."""
     for fill in (0, 1, DRAFTS, 10**6):
-        metadata = md.for_target_verify(TABLE, i32(5, 64, fill), num_tokens=4, q_lens=i32(4, 4, 0), page_size=16)
+        metadata = jitted.for_target_verify(TABLE, i32(5, 64, fill), num_tokens=4, q_lens=i32(4, 4, 0), page_size=16)
         assert metadata.kv_lens.tolist() == [9, 68, 0]
         assert metadata.slots[8:].tolist() == [-1] * 4
 
@@ -479,7 +505,7 @@ def test_page_table_from_tokens_of_any_width():
 def test_virtual_pages():
     """Ids are looked up, never multiplied; those outside the map, or mapped to nothing, are no pages."""
     table = i32([2, 0, 1, -1], [3, 4, INT32.max, INT32.min])
-    metadata = md.for_target_verify(table, i32(3, 2), num_tokens=6, page_size=4, page_map=i32(7, 9, 5, -1))
+    metadata = jitted.for_target_verify(table, i32(3, 2), num_tokens=6, page_size=4, page_map=i32(7, 9, 5, -1))
     assert metadata.page_table.tolist() == [[5, 7, 9, -1], [-1, -1, -1, -1]]
     assert metadata.slots.tolist() == [23, 28, 29, 30, 31, 36] + [-1] * 6
 

@@ -13,11 +13,12 @@ import helpers
 import mla_attn.xla.mla
 from mla_attn.ops import mla_attention
 from ops.base import MLATests
-from ops.lanes import shrink
+from ops.lanes import QUICK, shrink
 
 
 class TestReference(MLATests):
     implementation = "reference"
+    quick_compiles: ClassVar[dict] = QUICK
     batch_invariant = False
 
 
@@ -26,7 +27,7 @@ class TestXLA(MLATests):
 
     implementation = "xla"
     block_keys, platform = 24, "cpu"
-    quick_compiles: ClassVar[dict] = {"xla_backend_optimization_level": 0}
+    quick_compiles: ClassVar[dict] = QUICK
 
     @property
     def batch_invariant(self):

@@ -9,12 +9,13 @@ import pytest
 
 import mla_attn.xla.ragged
 from mla_attn.ops import ragged_attention
-from ops.lanes import shrink
+from ops.lanes import QUICK, shrink
 from ops.ragged_base import RaggedTests, ragged_batch
 
 
 class TestReference(RaggedTests):
     implementation = "reference"
+    quick_compiles: ClassVar[dict] = QUICK
 
 
 class TestXLA(RaggedTests):
@@ -22,7 +23,7 @@ class TestXLA(RaggedTests):
 
     implementation = "xla"
     platform = "cpu"
-    quick_compiles: ClassVar[dict] = {"xla_backend_optimization_level": 0}
+    quick_compiles: ClassVar[dict] = QUICK
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
