@@ -83,7 +83,8 @@ def mla_attention(
     ``kv_b_proj``.
 
     Args:
-        q_latent: packed query rows after absorption, ``q_nope @ W_UK``; [T, H, R].
+        q_latent: packed query rows after absorption, ``q_nope @ W_UK``; [T, H, R]. Products run in the pool's dtype:
+            float32 queries of a bfloat16 pool are rounded to it.
         q_rope: rotary part of the queries; [T, H, E].
         pool: cache of all layers; this call's rows must already be written.
         metadata: rows, lengths and page table, from a builder of ``mla_attn.metadata``.
