@@ -6,9 +6,9 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from mla_attn.cache import LatentPool, write_latent
 
 import mla_attn
+from mla_attn.cache import LatentPool, write_latent
 from mla_attn.metadata import for_decode
 from mla_attn.ops import mla_attention
 from mla_attn.specs import MLASpec
