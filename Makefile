@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it makes.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint mutants cuda-aot clean
+.PHONY: help demo test test-slow lint mutants cuda-aot clean
 
 CHECKPOINT := tests/fixtures/deepseek-v3-tiny
 JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
@@ -12,8 +12,11 @@ help: ## Show this list
 demo: .venv/installed-demo ## Generate text from a small DeepSeek-V3 checkpoint, plain and speculative
 	@.venv/bin/mla-attn demo $(CHECKPOINT)
 
-test: .venv/installed-test ## Run the tests (more options: .venv/bin/python -m pytest --help)
-	@.venv/bin/python -m pytest
+test: .venv/installed-test ## Run the tests but the slow ones (options: .venv/bin/python -m pytest --help)
+	@.venv/bin/python -m pytest -m "not slow"
+
+test-slow: .venv/installed-test ## Run the slow tests: notebooks, float32 twins, long generations
+	@.venv/bin/python -m pytest -m slow
 
 lint: .venv/installed-lint ## Check style, types and the direction of imports
 	@.ci/lint .venv/bin
