@@ -47,7 +47,10 @@ class Shapes:
 class Passes:
     """The passes of one model as ``Buckets``: attributes ``prefill``, ``extend``, ``decode`` and, with drafts,
     ``draft_prefill``, ``draft_decode`` (one for each step after the first draft), ``target_verify``,
-    ``draft_extend``."""
+    ``draft_extend``.
+
+    Programs: one for each pass in ``buckets`` and batch size; of passes over prompts, for each number of rows too.
+    """
 
     def __init__(self, model: DeepseekForCausalLM, shapes: Shapes, *, implementation: str | None = None):
         tree = shapes.tree
