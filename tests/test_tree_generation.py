@@ -55,27 +55,34 @@ def run(widths):
 
     Returns:
         The tokens, and of each step and request that was active: the request, its number of tokens before the step,
-        how many it got, and the chain's drafts.
+        how many it got, the tree's drafts, and those of a chain from each of the drafts after the anchor.
     """
     tree = DraftTree(widths)
     prompts = [prompt for prompt, _ in expected()]
     loop = generation._Run(model(), prompts, ROOM - (tree.size - 1), tree, 16, None, (), None, None)
     chain = Passes(model(), dataclasses.replace(loop.passes.shapes, tree=DraftTree((1,) * tree.depth)))
+    verify, drafts = loop.passes.target_verify, []
+
+    def spy(state, pool, inputs):
+        drafts.append(np.asarray(inputs["drafts"]))
+        return verify(state, pool, inputs)
+
+    loop.passes.target_verify = spy
     loop.prefill()
     steps = []
     while loop.active.any():
         active, lens, counts = np.flatnonzero(loop.active), np.asarray(loop.lens), list(map(len, loop.tokens))
-        drafts = chain_drafts(loop, chain)
+        chains = np.stack([chain_drafts(loop, chain, first) for first in range(widths[0])], axis=1)
         loop.speculate()
         emitted = np.asarray(loop.lens) - lens
-        steps += [(request, counts[request], int(emitted[request]), drafts[request]) for request in active]
+        steps += [(i, counts[i], int(emitted[i]), drafts[-1][i], chains[i]) for i in active]
     return loop.tokens, steps
 
 
-def chain_drafts(loop, chain):
-    """What a chain would draft in the next step, on a copy of the cache."""
+def chain_drafts(loop, chain, first):
+    """What a chain would draft after one of the draft layer's likeliest tokens, on a copy of the cache."""
     drafts = np.full((len(loop.active), chain.shapes.tree.depth), -1, np.int32)
-    drafts[:, 0] = np.asarray(loop.draft["drafts"])[:, 0]  # the draft layer's likeliest token
+    drafts[:, 0] = np.asarray(loop.draft["drafts"])[:, first]
     draft = {"drafts": drafts, "hidden": loop.draft["hidden"]}
     state = {"page_table": loop.table, "lens": loop.lens, "active": loop.active}
     pool = jax.tree.map(jnp.copy, loop.pool)
@@ -101,10 +108,10 @@ def test_a_tree_accepts_at_least_as_many_as_a_chain(widths, capsys):
     """From the same committed prefix, at every step of every request; and more, all together."""
     tokens, steps = run(widths)
     depth, accepted = len(widths), []
-    for request, count, emitted, drafts in steps:
+    for request, count, emitted, _, chains in steps:
         following = tokens[request][count : count + depth]
         if len(following) == depth:  # the target's own tokens are the text, which says what a chain would get
-            right = np.cumprod(drafts == following).sum()
+            right = np.cumprod(chains[0] == following).sum()
             accepted.append((emitted - 1, right))
     along_tree, along_chain = np.transpose(accepted)
     assert len(accepted) > 80
@@ -113,3 +120,18 @@ def test_a_tree_accepts_at_least_as_many_as_a_chain(widths, capsys):
     with capsys.disabled():
         means = f"{along_tree.mean():.2f} drafts accepted a step, {along_chain.mean():.2f} along a chain"
         print(f"\ntree {'x'.join(map(str, widths))}: {means}, {len(accepted)} steps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", TREES)
+def test_branches_do_not_see_each_other(widths):
+    """Every branch holds the drafts of a chain that begins as it does."""
+    tree, (_, steps) = DraftTree(widths), run(widths)
+    for _, _, _, drafts, chains in steps:
+        assert len(set(drafts[: widths[0]])) == widths[0]
+        for first in range(widths[0]):
+            row, branch = first + 1, [drafts[first]]
+            while (tree.parents == row).any():
+                row = int(np.argmax(tree.parents == row))
+                branch.append(drafts[row - 1])
+            assert branch == chains[first].tolist()

@@ -162,7 +162,8 @@ def accept_by_hand(tokens, parents, targets, q_len, max_depth):
         return types.SimpleNamespace(path=[], emitted=[])
     path, emitted = [0], [targets[0]]
     while len(path) <= max_depth:
-        children = [row for row in range(1, q_len) if parents[row] == path[-1] and tokens[row] == emitted[-1]]
+        right = [row for row in range(1, q_len) if tokens[row] == emitted[-1] >= 0]
+        children = [row for row in right if parents[row] == path[-1]]
         if not children:
             break
         path.append(children[0])
@@ -178,7 +179,7 @@ REQUESTS, NODES = 3, 8
 @hypothesis.given(
     parents=st.lists(any_parents(NODES), min_size=REQUESTS, max_size=REQUESTS),
     tokens=st.lists(st.integers(-1, 2), min_size=REQUESTS * NODES, max_size=REQUESTS * NODES),
-    targets=st.lists(st.integers(0, 2), min_size=REQUESTS * NODES, max_size=REQUESTS * NODES),
+    targets=st.lists(st.integers(-1, 2), min_size=REQUESTS * NODES, max_size=REQUESTS * NODES),
     q_lens=st.lists(st.integers(0, NODES), min_size=REQUESTS, max_size=REQUESTS),
     max_depth=st.sampled_from([2, NODES - 1]),
 )
