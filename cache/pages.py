@@ -10,8 +10,8 @@ positions between its old and its new length, so one rule keeps shared pages fro
 then finds the request's last, partly filled page unshared, by construction. The host cannot copy rows, so both methods
 return how many leading tokens still have rows; the caller computes the others again, or copies them on the device.
 
-A prefix cache needs nothing more: a cached prefix is a request that nobody runs, forked from the request that computed
-it and freed when it is evicted.
+A prefix cache (``mla_attn.cache.prefix``) needs nothing more: a cached prefix is a request that nobody runs, forked
+from the request that computed it and freed when it is evicted.
 """
 
 import dataclasses
@@ -147,6 +147,12 @@ class PageAllocator:
     def length(self, request: Hashable) -> int:
         """Tokens a request has room for; ValueError if it is not live."""
         return self._find("request", request).length
+
+    def shares_last_page(self, request: Hashable) -> bool:
+        """Whether others hold the page of a request's last token too; ValueError if it is not live."""
+        found = self._find("request", request)
+        pages = self._num_pages(found.length)
+        return pages > 0 and bool(self._holders[found.row[pages - 1]] > 1)
 
     def table(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B W"]:
         """Page table of a batch: row b lists the pages of ``request_ids[b]`` in order of position.

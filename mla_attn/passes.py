@@ -6,6 +6,7 @@ request.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +17,13 @@ from mla_attn import metadata as md
 from mla_attn.buckets import Buckets
 from mla_attn.cache import LatentPool, move_rows
 from mla_attn.models.deepseek import DeepseekForCausalLM
+from mla_attn.sampling import sample
 from mla_attn.speculative import DraftTree, accept_tree, path_moves, top_drafts
 
 Arrays = dict[str, Any]
+Pass = Callable[[Any, Any, Arrays], tuple[Arrays, Any]]
+
+SAMPLING = {"temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "seed": jnp.uint32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Shapes:
         max_len: most tokens of a request.
         tree: drafts per verify step; a chain of K drafts is a tree of K widths of 1. None for plain decoding.
         chunked: whether prompts come in several parts, so that ``extend`` is needed.
+        sampling: whether tokens may be drawn: passes then take the arrays [B] of ``sampling.sample`` too.
     """
 
     batches: tuple[int, ...]
@@ -42,6 +48,7 @@ class Shapes:
     max_len: int
     tree: DraftTree | None = None
     chunked: bool = False
+    sampling: bool = False
 
 
 class Passes:
@@ -63,14 +70,16 @@ class Passes:
         self._implementation = implementation
         self._sizes: dict[str, Any] = {"page_size": shapes.page_size, "max_len": shapes.max_len}
         self._dim, self._dtype = model.config.hidden_size, model.embed_tokens.embedding[...].dtype
-        self.prefill = Buckets("prefill", self._prompt("prefill"), self._prompt_rungs())
-        self.extend = Buckets("extend", self._prompt("extend"), self._prompt_rungs())
-        self.decode = Buckets("decode", self._decode, self._rungs(tokens=()))
+        self.prefill = self._buckets("prefill", self._prompt("prefill"), self._prompt_rungs())
+        self.extend = self._buckets("extend", self._prompt("extend"), self._prompt_rungs())
+        self.decode = self._buckets("decode", self._decode, self._rungs(tokens=(), **self._sampling()))
         if tree:
             drafts, path = (tree.size - 1,), tree.depth + 1
-            self.draft_prefill = Buckets("draft_prefill", self._draft_prefill, self._prompt_rungs(drafting=True))
-            self.target_verify = Buckets("target_verify", self._target_verify, self._rungs(tokens=(), drafts=drafts))
-            self.draft_extend = Buckets(
+            self.draft_prefill = self._buckets("draft_prefill", self._draft_prefill, self._prompt_rungs(drafting=True))
+            self.target_verify = self._buckets(
+                "target_verify", self._target_verify, self._rungs(tokens=(), drafts=drafts, **self._sampling())
+            )
+            self.draft_extend = self._buckets(
                 "draft_extend",
                 self._draft_extend,
                 self._rungs(emitted=(path,), num_emitted=(), hidden=(path, self._dim)),
@@ -83,6 +92,9 @@ class Passes:
                 if not tree.is_chain or key not in made:
                     made[key] = self._draft_decode_buckets(level)
                 self.draft_decode.append(made[key])
+
+    def _buckets(self, name: str, fn: Pass, rungs: list[Arrays]) -> Buckets:
+        return Buckets(name, fn, rungs)
 
     @property
     def buckets(self) -> list[Buckets]:
@@ -103,10 +115,11 @@ class Passes:
 
     def _prompt(self, mode: str):
         def prompt(state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
-            """Prompt parts: greedy token after each request's last row, and all hidden states."""
+            """Prompt parts: the token after each request's last row, and all hidden states."""
             model, m = self._model(state), self._prompt_metadata(x)
             hidden, pool = self._run(model, x["tokens"], pool, m, mode=mode)
-            return {"hidden": hidden, "tokens": _greedy(model.logits(_last(hidden, m)))}, pool
+            tokens = self._pick(model.logits(_last(hidden, m)), x["seq_lens"] - 1, x)
+            return {"hidden": hidden, "tokens": tokens, "lens": x["seq_lens"]}, pool
 
         return prompt
 
@@ -124,7 +137,7 @@ class Passes:
         model, lens = self._model(state), x["lens"] + x["active"]
         m = md.for_decode(x["page_table"], lens * x["active"], **self._sizes)
         hidden, pool = self._run(model, x["tokens"], pool, m, mode="decode")
-        return {"tokens": _greedy(model.logits(hidden)), "lens": lens}, pool
+        return {"tokens": self._pick(model.logits(hidden), m.positions, x), "lens": lens}, pool
 
     def _target_verify(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
         """The last emitted token and its drafts: what is accepted and emitted, and the hidden states of those rows."""
@@ -140,7 +153,8 @@ class Passes:
         tokens = jnp.concatenate([x["tokens"][:, None], x["drafts"]], axis=1)
         mask = self._mask(tokens.shape[0], slice(None), slice(None))
         hidden, pool = self._run(model, tokens.reshape(-1), pool, m, mode="target_verify", tree_mask=mask)
-        targets = _greedy(model.logits(hidden)).reshape(tokens.shape)
+        logits = model.logits(hidden).reshape(*tokens.shape, -1)
+        targets = self._pick(logits, m.positions.reshape(tokens.shape), x)
         parents = jnp.broadcast_to(jnp.asarray(tree.parents), tokens.shape)
         result, path = accept_tree(tokens, parents, targets, m.q_lens, max_depth=tree.depth)
         if not tree.is_chain:
@@ -195,7 +209,7 @@ class Passes:
         rungs = self._rungs(
             drafts=(tree.size - 1,), step=None, num_drafted=None, hidden=(tree.level_sizes[level - 1], self._dim)
         )
-        return Buckets("draft_decode", draft_decode, rungs)
+        return self._buckets("draft_decode", draft_decode, rungs)
 
     def _first_drafts(self, model, hidden) -> Arrays:
         hidden = hidden[:, None]
@@ -215,6 +229,18 @@ class Passes:
         mask = jnp.asarray(self._tree.mask[rows, columns])
         return jnp.broadcast_to(mask, (batch, *mask.shape))
 
+    def _pick(self, logits, positions, x: Arrays):
+        """The token after each row: int32 [B], or [B, S] for logits [B, S, vocab]."""
+        if not self.shapes.sampling:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        options = {name: x[name] for name in SAMPLING}
+        if logits.ndim == 3:
+            return sample(logits, positions, **options)
+        return sample(logits[:, None], positions[:, None], **options)[:, 0]
+
+    def _sampling(self) -> dict[str, tuple[()]]:
+        return dict.fromkeys(SAMPLING, ()) if self.shapes.sampling else {}
+
     def _prompt_metadata(self, x: Arrays) -> md.AttentionMetadata:
         rows = x["tokens" if "tokens" in x else "next_tokens"].shape[0]
         return md.for_extend(x["page_table"], x["seq_lens"], x["q_lens"], max_q_len=rows, num_rows=rows, **self._sizes)
@@ -232,9 +258,8 @@ class Passes:
         ]
 
     def _array(self, name: str, batch: int, tail: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
-        if name == "hidden":
-            return jax.ShapeDtypeStruct((batch, *(tail or ())), self._dtype)
-        return _ints() if tail is None else _ints(batch, *tail)
+        dtype = self._dtype if name == "hidden" else SAMPLING.get(name, jnp.int32)
+        return jax.ShapeDtypeStruct(() if tail is None else (batch, *tail), dtype)
 
     def _prompt_rungs(self, *, drafting: bool = False) -> list[Arrays]:
         return [
@@ -249,7 +274,7 @@ class Passes:
                         "hidden": jax.ShapeDtypeStruct((rows, self._dim), self._dtype),
                     }
                     if drafting
-                    else {"tokens": _ints(rows)}
+                    else {"tokens": _ints(rows)} | {name: self._array(name, batch, ()) for name in self._sampling()}
                 ),
             }
             for batch in self.shapes.batches
@@ -259,10 +284,6 @@ class Passes:
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _greedy(logits):
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _last(hidden, metadata: md.AttentionMetadata):

@@ -1,0 +1,578 @@
+"""Continuous batching over the passes: requests in, token streams out.
+
+A step of the engine admits requests, launches a pass over prompt parts and, for each kind of speculation among the
+running requests, a decode pass or a round of drafting and verifying; then it reads the tokens of the step *before*. So
+the device has work while the host hands out tokens: what a step needs of the one before it lies in the requests' slots
+on the device. The host plans with what it knows, the most tokens a request can have by now.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mla_attn.buckets import backend_compiles, ladder, warm_up
+from mla_attn.cache import LatentPool
+from mla_attn.cache.pages import OutOfPages, PageAllocator
+from mla_attn.cache.prefix import PrefixCache
+from mla_attn.models.deepseek import DeepseekForCausalLM
+from mla_attn.passes import SAMPLING, Shapes
+from mla_attn.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams
+from mla_attn.slots import SlotPasses, create_slots
+from mla_attn.speculative import DraftTree
+
+logger = logging.getLogger(__name__)
+
+PROMPTS_PER_PASS = 4  # more cost memory in ``extend`` whether they are there or not
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    id: int
+    tokens: list[int]  # the prompt, then what was generated
+    prompt_len: int
+    params: SamplingParams
+    on_output: OnOutput | None
+    arrived: float
+    slot: int | None = None
+    prompt_rows: int = 0  # rows that passes over prompts must make: after a preemption, of what was generated too
+    computed: int = 0  # those of them that are launched, or were found
+    rows: int = 0  # rows of decode and verify passes that were read, on top of prompt_rows
+    ahead: int = 0  # most rows that launched passes will add to them
+    unread: int = 0  # launched passes that will bring at least a token each
+    last_token: float = 0.0  # when it came
+    finished: bool = False
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def wants_prompt_pass(self) -> bool:
+        return self.computed < self.prompt_rows
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether another decode or verify pass has something to do, as far as is known."""
+        return not self.wants_prompt_pass and self.num_new + self.unread < self.params.max_new_tokens
+
+    @property
+    def final_tokens(self) -> list[int]:
+        """Tokens whose rows are cached, for good."""
+        return self.tokens[: min(self.computed, len(self.tokens) - 1) if self.wants_prompt_pass else -1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    step: int
+    requests: list[tuple[int, _Request]]  # row and request
+    tokens: Any  # [B] or, of verify passes, [B, depth + 1] with -1 after the emitted ones
+    ahead: int  # most rows a request gains
+
+
+class Engine:
+    """Serves one model to many requests.
+
+    ``step()`` moves all of them on. Who drives it is up to the caller: a loop, ``run()``, or ``stream()`` under
+    asyncio. ``add_request``, ``cancel`` and ``statistics`` may be called from other threads while a step runs.
+
+    Args:
+        model: a loaded checkpoint.
+        max_batch: most requests running at a time.
+        num_pages: pages of the cache.
+        page_size: tokens per page.
+        max_len: most tokens of a request, prompt and new ones together.
+        speculation: draft trees that requests may ask for; each adds programs to compile.
+        prompt_tokens: most prompt tokens computed in one step, all requests together; longer prompts come in parts,
+            with tokens of other requests between them.
+        max_waiting: most requests waiting; ``add_request`` refuses more.
+        prefix_cache: whether full pages are found by their content, and kept while there is room.
+        implementation: of the attention ops; None picks.
+
+    Raises:
+        ValueError: a size below 1, ``max_len`` above the model's positions, or trees for a model that cannot draft.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekForCausalLM,
+        *,
+        max_batch: int = 8,
+        num_pages: int,
+        page_size: int = 64,
+        max_len: int,
+        speculation: Sequence[DraftTree] = (),
+        prompt_tokens: int = 512,
+        max_waiting: int = 1024,
+        prefix_cache: bool = True,
+        implementation: str | None = None,
+    ):
+        positions = model.config.max_position_embeddings
+        for name, value, most in (
+            ("max_batch", max_batch, None),
+            ("num_pages", num_pages, None),
+            ("page_size", page_size, None),
+            ("max_len", max_len, positions),
+            ("prompt_tokens", prompt_tokens, None),
+            ("max_waiting", max_waiting, None),
+        ):
+            if value < 1 or (most is not None and value > most):
+                limit = "" if most is None else f" and at most max_position_embeddings={most}"
+                raise ValueError(f"{name}={value} must be at least 1{limit}")
+        self.model, self.max_len, self.speculation = model, max_len, tuple(dict.fromkeys(speculation))
+        self.max_batch, self.max_waiting, self._prompt_tokens = max_batch, max_waiting, prompt_tokens
+        shapes = Shapes(
+            batches=ladder(max_batch),
+            prompt_rows=ladder(prompt_tokens, smallest=min(64, prompt_tokens)),
+            table_width=-(-max_len // page_size),
+            page_size=page_size,
+            max_len=max_len,
+            chunked=True,
+            sampling=True,
+        )
+        prompts = dataclasses.replace(shapes, batches=(min(PROMPTS_PER_PASS, max_batch),))
+        kinds = (None, *self.speculation)
+        options = {"implementation": implementation}
+        self._passes = {k: SlotPasses(model, dataclasses.replace(shapes, tree=k), **options) for k in kinds}
+        self._prompt_passes = {k: SlotPasses(model, dataclasses.replace(prompts, tree=k), **options) for k in kinds}
+        self._prompts_per_pass = prompts.batches[0]
+
+        self._pages = PageAllocator(num_pages, page_size, table_width=shapes.table_width)
+        self._prefixes = PrefixCache(self._pages) if prefix_cache else None
+        pool = LatentPool.create(
+            num_layers=model.num_cache_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            spec=model.attention_spec,
+            dtype=model.embed_tokens.embedding[...].dtype,
+        )
+        self._device = (pool, create_slots(model, max_batch, self.speculation))
+
+        self._lock = threading.Lock()  # of step
+        self._names = itertools.count()
+        self._live: dict[int, _Request] = {}
+        self._new: collections.deque[_Request] = collections.deque()  # put in by any thread
+        self._cancels: collections.deque[_Request] = collections.deque()
+        self._waiting: collections.deque[_Request] = collections.deque()  # oldest first
+        self._running: dict[int, _Request] = {}  # by slot
+        self._unread: collections.deque[_Launch] = collections.deque()
+        self._outputs: list[Output] = []
+        self._driver: asyncio.Task | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._seconds: collections.Counter[str] = collections.Counter()
+        backend_compiles()
+        self._compiles_at_warm_up = 0
+
+    def warm_up(self, *, progress: bool = True) -> float:
+        """Compile every program ahead of time, with a progress bar; returns the seconds it took."""
+        seconds = warm_up(self._all_buckets(), self._state, self._device, progress=progress)
+        self._seconds["warm_up"] += seconds
+        self._compiles_at_warm_up = backend_compiles()
+        return seconds
+
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, *, on_output: OnOutput | None = None
+    ) -> int:
+        """Queue a request.
+
+        Args:
+            prompt: token ids, at least one; used as they are.
+            params: how to choose tokens; greedy by default.
+            on_output: called by ``step()`` with each ``Output`` of this request. If it raises, the request ends with
+                "error"; others go on.
+
+        Returns:
+            An id, unique in this engine.
+
+        Raises:
+            ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long with ``max_new_tokens``
+                for ``max_len`` or for all pages; a draft tree the engine was not made with.
+            QueueFull: ``max_waiting`` requests wait already.
+        """
+        params = SamplingParams() if params is None else params
+        tokens = [int(token) for token in prompt]
+        self._check(tokens, params)
+        if (waiting := len(self._new) + len(self._waiting)) >= self.max_waiting:
+            raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
+        request = _Request(next(self._names), tokens, len(tokens), params, on_output, time.perf_counter())
+        self._live[request.id] = request
+        self._new.append(request)
+        return request.id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request at the next step; returns whether it was live."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._cancels.append(request)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step()`` has something to do."""
+        return bool(self._live or self._unread)
+
+    def step(self) -> list[Output]:
+        """Move every request on, and return what is new. On an idle engine it does nothing."""
+        with self._lock:
+            begin = time.perf_counter()
+            while self._cancels:
+                request = self._cancels.popleft()
+                if not request.finished:
+                    self._take_new()
+                    self._finish(request, [], "cancelled")
+            self._take_new()
+            launched = self._launch()
+            self._read(before=self._counts["steps"])
+            self._counts["steps"] += int(launched)
+            self._seconds["step"] += time.perf_counter() - begin
+            outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def run(self) -> Iterator[Output]:
+        """Step until all requests have ended; yields what is new."""
+        while self.busy:
+            yield from self.step()
+
+    async def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[list[int]]:
+        """Add a request and yield its tokens as they come, driving the engine in a thread while there is work.
+
+        Leaving the loop early cancels the request.
+
+        Raises:
+            ValueError, QueueFull: as ``add_request``.
+        """
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        # Many may stream at a time: one task steps for all of them.
+        name = self.add_request(prompt, params, on_output=lambda o: loop.call_soon_threadsafe(queue.put_nowait, o))
+        try:
+            while True:
+                output = await self._next(queue)
+                if output.tokens:
+                    yield output.tokens
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self.cancel(name)
+
+    async def _next(self, queue: asyncio.Queue) -> Output:
+        while queue.empty():
+            if self._driver is None or self._driver.done() or self._driver.get_loop() != asyncio.get_running_loop():
+                self._driver = asyncio.create_task(self._drive())
+            waiting = asyncio.ensure_future(queue.get())
+            await asyncio.wait((waiting, self._driver), return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            waiting.cancel()
+            self._driver.result()  # raises what the step raised
+        return queue.get_nowait()
+
+    async def _drive(self) -> None:
+        while self.busy:
+            await asyncio.to_thread(self.step)
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """Counts and mean times so far."""
+        counts, seconds = self._counts, self._seconds
+
+        def mean(total: float, count: int) -> float | None:
+            return total / count if count else None
+
+        return EngineStatistics(
+            **{name: counts[name] for name in ("finished", "cancelled", "failed", "preemptions")},
+            waiting=len(self._new) + len(self._waiting),
+            running=len(self._running),
+            **{name: counts[name] for name in ("prompt_tokens", "reused_tokens", "new_tokens", "steps")},
+            target_steps=counts["target_steps"],
+            acceptance_length=mean(counts["verified_tokens"], counts["verified_requests"]),
+            step_seconds=seconds["step"],
+            tokens_per_second=counts["new_tokens"] / seconds["step"] if seconds["step"] else 0.0,
+            time_to_first_token=mean(seconds["first_token"], counts["first_tokens"]),
+            inter_token_time=mean(seconds["later_tokens"], counts["new_tokens"] - counts["first_tokens"]),
+            pages_used=self._pages.num_used,
+            pages_shared=self._pages.num_shared,
+            pages_cached=self._prefixes.num_pages if self._prefixes else 0,
+            warm_up_seconds=seconds["warm_up"],
+            programs=sum(bucket.compiles for bucket in self._all_buckets()),
+            compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,
+        )
+
+    # Planning: who runs, and on which pages.
+
+    def _take_new(self) -> None:
+        while self._new:
+            self._waiting.append(self._new.popleft())
+
+    def _admit(self) -> None:
+        """Give waiting requests slots and pages, oldest first, as long as there are some."""
+        free = [slot for slot in range(self.max_batch) if slot not in self._running]
+        while free and self._waiting:
+            request = self._waiting[0]
+            found = self._find_prefix(request)
+            # A page for each running request to grow into: to admit one and preempt it next would be wasted work.
+            needed = -(-len(request.tokens) // self._pages.page_size) - found // self._pages.page_size
+            if not self._make_free(needed + len(self._running)):
+                self._pages.free(request.id)
+                return
+            self._pages.grow(request.id, len(request.tokens))
+            self._waiting.popleft()
+            request.slot, request.prompt_rows, request.computed = free.pop(0), len(request.tokens), found
+            request.rows = 0
+            self._running[request.slot] = request
+            self._counts["reused_tokens"] += found
+
+    def _find_prefix(self, request: _Request) -> int:
+        """Adds the request to the page allocator; returns how many of its rows are there. The last token's row is
+        always computed: the next token comes from it."""
+        if self._prefixes is None:
+            self._pages.create(request.id)
+            return 0
+        return self._prefixes.fork(request.id, request.tokens[:-1], kind=self._prefix_kind(request))
+
+    def _keep_prefix(self, request: _Request, tokens: list[int]) -> None:
+        if self._prefixes is not None:
+            self._prefixes.keep(request.id, tokens, kind=self._prefix_kind(request))
+
+    @staticmethod
+    def _prefix_kind(request: _Request) -> bool:
+        """Requests that draft need the draft layer's rows too, which others do not make. (Of a shared page's last token
+        that row depends on the token after it, of whoever made it: it may cost a draft, never a token.)"""
+        return request.params.speculation is not None
+
+    def _make_free(self, num_pages: int) -> bool:
+        enough = self._pages.num_free >= num_pages
+        return enough or (self._prefixes is not None and self._prefixes.evict(num_pages))
+
+    def _reserve(self, request: _Request) -> bool:
+        """Make room for the rows of the request's next pass. If pages run out, the youngest requests give theirs back:
+        False if that ended or stopped this one."""
+        while request.slot is not None and request.wants_token:
+            tree = request.params.speculation
+            rows = request.prompt_rows + request.rows + request.ahead + (tree.size if tree else 1)
+            rows = max(min(rows, self._most_rows(request)), self._pages.length(request.id))
+            try:
+                self._pages.grow(request.id, rows)
+                return True
+            except OutOfPages as error:
+                if self._make_free(error.needed):
+                    continue
+            if self._unread:  # what the host does not know yet may have ended requests
+                self._read(before=self._counts["steps"] + 1)
+                continue
+            self._preempt(max(self._running.values(), key=lambda r: r.id))
+        return False
+
+    def _most_rows(self, request: _Request) -> int:
+        """Rows a request may need in all: of its tokens and the drafts of its last verify pass."""
+        tree = request.params.speculation
+        length = request.prompt_len + request.params.max_new_tokens + (tree.size - 1 if tree else 0)
+        return min(length, self.max_len)
+
+    def _preempt(self, request: _Request) -> None:
+        self._keep_prefix(request, request.final_tokens)  # may still be there when it comes back
+        self._release(request)
+        self._waiting.appendleft(request)  # all that run are older than all that wait
+        self._counts["preemptions"] += 1
+
+    def _release(self, request: _Request) -> None:
+        assert request.slot is not None
+        self._pages.free(request.id)
+        del self._running[request.slot]
+        request.slot = None
+
+    # Launching passes. Nothing here waits for the device, unless pages run out.
+
+    def _launch(self) -> bool:
+        """Returns whether anything was launched."""
+        before = len(self._unread), self._counts["prompt_passes"]
+        self._admit()
+        self._launch_prompts()
+        for kind in (None, *self.speculation):
+            mine = [r for r in self._running.values() if r.params.speculation == kind and r.wants_token]
+            ready = [r for r in sorted(mine, key=lambda r: r.id) if self._reserve(r)]
+            ready = [r for r in ready if r.slot is not None]
+            if ready:
+                self._launch_tokens(kind, ready)
+        return before != (len(self._unread), self._counts["prompt_passes"])
+
+    def _launch_prompts(self) -> None:
+        """One pass over the next parts of prompts, oldest first, of requests of one kind of speculation."""
+        waiting = sorted((r for r in self._running.values() if r.wants_prompt_pass), key=lambda r: r.id)
+        if not waiting:
+            return
+        kind = waiting[0].params.speculation
+        requests, parts, left = [], [], self._prompt_tokens
+        for request in waiting:
+            if request.params.speculation == kind and left and len(requests) < self._prompts_per_pass:
+                parts.append(slice(request.computed, min(request.computed + left, request.prompt_rows)))
+                requests.append(request)
+                left -= parts[-1].stop - parts[-1].start
+        passes = self._prompt_passes[kind]
+        lengths = {
+            "seq_lens": np.array([part.stop for part in parts], np.int32),
+            "q_lens": np.array([part.stop - part.start for part in parts], np.int32),
+        }
+        shared = self._inputs(requests, self._prompts_per_pass) | lengths
+        del shared["active"]
+        tokens = np.concatenate([np.array(r.tokens[part], np.int32) for r, part in zip(requests, parts, strict=True)])
+        options = {name: np.array([getattr(r.params, name) for r in requests], kind) for name, kind in SAMPLING.items()}
+        # Without drafts the target's pass is the same for all.
+        out = self._run(self._prompt_passes[None].extend, tokens=tokens, **options, **shared)
+        if kind is not None:
+            following = [
+                np.array([*r.tokens, -1][part.start + 1 : part.stop + 1], np.int32)
+                for r, part in zip(requests, parts, strict=True)
+            ]
+            drafting = {"sampled": out["tokens"], "hidden": out["hidden"]}
+            self._run(passes.draft_prefill, next_tokens=np.concatenate(following), **drafting, **shared)
+        for request, part in zip(requests, parts, strict=True):
+            request.computed = part.stop
+            self._counts["prompt_tokens"] += part.stop - part.start
+        ended = [(row, r) for row, r in enumerate(requests) if not r.wants_prompt_pass]
+        for _, request in ended:
+            request.unread += 1
+            self._keep_prefix(request, request.tokens[: request.prompt_rows])
+        self._counts["prompt_passes"] += 1
+        if ended:
+            self._append(ended, out["tokens"], 0)
+
+    def _launch_tokens(self, kind: DraftTree | None, requests: list[_Request]) -> None:
+        """The next tokens of requests of one kind: a decode pass, or drafting and verifying."""
+        passes, batch = self._passes[kind], ladder(len(requests))[-1]
+        shared = self._inputs(requests, batch)
+        if kind is None:
+            tokens, ahead = self._run(passes.decode, **shared)["tokens"], 1
+        else:
+            for step, bucket in enumerate(passes.draft_decode):
+                drafted = np.int32(kind.level_starts[step + 1] - 1)
+                self._run(bucket, step=np.int32(step), num_drafted=drafted, **shared)
+            out = self._run(passes.target_verify, **shared)
+            verified = {name: out[name] for name in ("emitted", "num_emitted", "hidden")}
+            self._run(passes.draft_extend, **verified, **shared)
+            tokens, ahead = out["emitted"], kind.depth + 1
+        for request in requests:
+            request.unread += 1
+            request.ahead += ahead
+        self._counts["target_steps"] += 1
+        self._append(list(enumerate(requests)), tokens, ahead)
+
+    def _inputs(self, requests: list[_Request], batch: int) -> dict[str, np.ndarray]:
+        slots, active = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        slots[: len(requests)] = [r.slot for r in requests]
+        active[: len(requests)] = 1
+        table = self._pages.table([r.id for r in requests], batch=batch)
+        return {"page_table": table, "slots": slots, "active": active}
+
+    def _run(self, bucket, **inputs):
+        outputs, self._device = bucket(self._state, self._device, inputs)
+        return outputs
+
+    def _append(self, requests: list[tuple[int, _Request]], tokens: Any, ahead: int) -> None:
+        tokens.copy_to_host_async()
+        self._unread.append(_Launch(self._counts["steps"], requests, tokens, ahead))
+
+    # Reading tokens, and handing them out.
+
+    def _read(self, *, before: int) -> None:
+        """Wait for what was launched before a step, and hand out its tokens."""
+        while self._unread and self._unread[0].step < before:
+            launch = self._unread.popleft()
+            tokens = np.asarray(launch.tokens)
+            for row, request in launch.requests:
+                if request.finished:
+                    continue
+                new = [int(token) for token in np.atleast_1d(tokens[row]) if token >= 0]
+                request.unread -= 1
+                if launch.ahead:
+                    request.ahead -= launch.ahead
+                    request.rows += len(new)
+                kept = self._emit(request, new)
+                if tokens.ndim == 2:
+                    self._counts["verified_tokens"] += kept
+                    self._counts["verified_requests"] += 1
+
+    def _emit(self, request: _Request, new: list[int]) -> int:
+        """Give a request its next tokens, up to a stop token or its length; returns how many those were."""
+        new = new[: request.params.max_new_tokens - request.num_new]
+        stop = next((i for i, token in enumerate(new) if token in request.params.stop_tokens), None)
+        new = new if stop is None else new[: stop + 1]
+        now = time.perf_counter()
+        if request.num_new == 0:
+            self._seconds["first_token"] += now - request.arrived
+            self._counts["first_tokens"] += 1
+        else:
+            self._seconds["later_tokens"] += now - request.last_token
+        request.last_token = now
+        request.tokens += new
+        self._counts["new_tokens"] += len(new)
+        if stop is not None:
+            self._finish(request, new, "stop")
+        elif request.num_new == request.params.max_new_tokens:
+            self._finish(request, new, "length")
+        else:
+            self._hand_out(request, Output(request.id, new))
+        return len(new)
+
+    def _finish(self, request: _Request, new: list[int], reason: str, error: Exception | None = None) -> None:
+        if request.slot is None:
+            self._waiting.remove(request)
+        else:
+            self._keep_prefix(request, request.final_tokens)
+            self._release(request)
+        request.finished = True
+        del self._live[request.id]
+        self._counts[{"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")] += 1
+        self._hand_out(request, Output(request.id, new, reason, error))
+
+    def _hand_out(self, request: _Request, output: Output) -> None:
+        self._outputs.append(output)
+        if request.on_output is None or output.error is not None:
+            return
+        try:
+            request.on_output(output)
+        except Exception as error:
+            logger.exception("the callback of request %d raised", request.id)
+            if not request.finished:
+                self._finish(request, [], "error", error)
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        vocab = self.model.config.vocab_size
+        if not tokens:
+            raise ValueError("prompt is empty, must hold at least one token")
+        wrong = [t for t in tokens if not 0 <= t < vocab]
+        if wrong:
+            raise ValueError(f"prompt holds token {wrong[0]}, must be 0 to {vocab - 1}")
+        if len(tokens) + params.max_new_tokens > self.max_len:
+            raise ValueError(
+                f"prompt has {len(tokens)} tokens and max_new_tokens={params.max_new_tokens}: together they must be "
+                f"at most max_len={self.max_len}"
+            )
+        if params.speculation is not None and params.speculation not in self.speculation:
+            made = ", ".join(str(tree.widths) for tree in self.speculation) or "none"
+            raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
+        rows = self._most_rows(_Request(-1, tokens, len(tokens), params, None, 0.0))
+        if (needed := -(-rows // self._pages.page_size)) > self._pages.num_pages:
+            raise ValueError(
+                f"prompt has {len(tokens)} tokens and max_new_tokens={params.max_new_tokens}: they need {needed} "
+                f"pages, must be at most num_pages={self._pages.num_pages}"
+            )
+
+    @property
+    def _state(self):
+        return self._passes[None].state
+
+    def _all_buckets(self):
+        buckets = [self._prompt_passes[None].extend, self._passes[None].decode]
+        for tree in self.speculation:
+            passes = self._passes[tree]
+            buckets.append(self._prompt_passes[tree].draft_prefill)
+            buckets += [*dict.fromkeys(passes.draft_decode), passes.target_verify, passes.draft_extend]
+        return buckets

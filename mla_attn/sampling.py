@@ -1,0 +1,64 @@
+"""The next token of each request from its logits: greedy, or drawn at a temperature, with a seed of its own.
+
+A draw is a function of the request's seed, the position of the new token, and the logits: nothing else in the batch
+has a part in it. The same request then gets the same tokens whoever runs beside it, whether its rows are decoded one by
+one or judged as drafts, and when it is computed again.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+
+def sample(
+    logits: Float[Array, "B S vocab"],
+    positions: Int[Array, "B S"],
+    *,
+    temperature: Float[Array, "B"],
+    top_k: Int[Array, "B"],
+    top_p: Float[Array, "B"],
+    seed: UInt32[Array, "B"],
+) -> Int[Array, "B S"]:
+    """A token after each row: the likeliest one at temperature 0, otherwise one drawn by the Gumbel-max trick.
+
+    Args:
+        logits: float32, of each row of each request.
+        positions: where each row stands; a row at p draws the token at p + 1.
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens; 0 from all. Of equal logits at the edge all stay.
+        top_p: then draw from the fewest likeliest tokens whose probability reaches p (arXiv:1904.09751); 1 from all.
+        seed: of each request's random numbers.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw() -> Int[Array, "B S"]:
+        scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
+        narrowed = jax.lax.cond(
+            jnp.any((top_k > 0) | (top_p < 1)),
+            lambda: _narrow(scaled, top_k[:, None], top_p[:, None]),
+            lambda: scaled,
+        )
+        drawn = jnp.argmax(narrowed + _noise(seed, positions, logits.shape[-1]), axis=-1).astype(jnp.int32)
+        return jnp.where((temperature > 0)[:, None], drawn, greedy)
+
+    return jax.lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
+
+
+def _narrow(logits, top_k, top_p):
+    """Logits with -inf at what top-k and top-p leave out. One sort serves both."""
+    vocab = logits.shape[-1]
+    ordered = -jnp.sort(-logits, axis=-1)
+    kept = jnp.arange(vocab, dtype=jnp.int32)[None, None] < jnp.where(top_k > 0, top_k, vocab)[..., None]
+    probs = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    # A sum in float32 may stop short of 1, or pass it early: top_p = 1 takes no part.
+    kept &= (before < top_p[..., None]) | (top_p >= 1)[..., None]
+    least = jnp.take_along_axis(ordered, kept.sum(axis=-1, keepdims=True, dtype=jnp.int32) - 1, axis=-1)
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def _noise(seed, positions, vocab: int) -> Float[Array, "B S vocab"]:
+    def row(seed, position):
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,))
+
+    return jax.vmap(jax.vmap(row, in_axes=(None, 0)))(seed, positions)
