@@ -166,7 +166,7 @@ class Engine:
         self._outputs: list[Output] = []
         self._driver: asyncio.Task | None = None
         self._counts: collections.Counter[str] = collections.Counter()
-        self._seconds: collections.Counter[str] = collections.Counter()
+        self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
         backend_compiles()
         self._compiles_at_warm_up = 0
 
@@ -466,7 +466,7 @@ class Engine:
 
     def _inputs(self, requests: list[_Request], batch: int) -> dict[str, np.ndarray]:
         slots, active = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
-        slots[: len(requests)] = [r.slot for r in requests]
+        slots[: len(requests)] = np.array([r.slot for r in requests], np.int32)
         active[: len(requests)] = 1
         table = self._pages.table([r.id for r in requests], batch=batch)
         return {"page_table": table, "slots": slots, "active": active}

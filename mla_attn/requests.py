@@ -63,7 +63,7 @@ class Output:
     error: Exception | None = None
 
 
-OnOutput = Callable[[Output], None]
+OnOutput = Callable[[Output], object]
 
 
 @dataclasses.dataclass(frozen=True)
