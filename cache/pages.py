@@ -148,12 +148,6 @@ class PageAllocator:
         """Tokens a request has room for; ValueError if it is not live."""
         return self._find("request", request).length
 
-    def shares_last_page(self, request: Hashable) -> bool:
-        """Whether others hold the page of a request's last token too; ValueError if it is not live."""
-        found = self._find("request", request)
-        pages = self._num_pages(found.length)
-        return pages > 0 and bool(self._holders[found.row[pages - 1]] > 1)
-
     def table(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B W"]:
         """Page table of a batch: row b lists the pages of ``request_ids[b]`` in order of position.
 
@@ -173,6 +167,11 @@ class PageAllocator:
         for out, row in zip(table, rows, strict=False):  # rows of padding follow
             out[:] = row
         return table
+
+    @property
+    def holders(self) -> Int32[np.ndarray, "N"]:
+        """How many requests hold each page, a copy."""
+        return self._holders.copy()
 
     @property
     def num_free(self) -> int:

@@ -6,6 +6,7 @@ its first tokens, whoever computed them.
 """
 
 import collections
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Hashable, Sequence
@@ -15,26 +16,42 @@ import numpy as np
 from mla_attn.cache.pages import PageAllocator
 
 
+@dataclasses.dataclass
+class _Kept:
+    """A kept sequence: page i of ``row`` ends what digest i names."""
+
+    digests: list[bytes]
+    row: np.ndarray
+    found_by: int = 0  # digests that lead here
+
+
 class PrefixCache:
     """Full pages of past and running requests, found by their tokens; the least recently used go first.
 
     Args:
         pages: the allocator, whose requests share their pages with what is kept here.
+
+    Attributes:
+        held: int32 [N], how many kept sequences hold each page.
     """
 
     def __init__(self, pages: PageAllocator):
         self._pages = pages
         self._names = itertools.count()
-        # Kept sequences and the digests of their pages, least recently used first.
-        self._kept: collections.OrderedDict[Hashable, list[bytes]] = collections.OrderedDict()
+        self.held = np.zeros(pages.num_pages, np.int32)
+        self._kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()  # least recently used first
         # Each digest's sequence: the one kept last. A sequence to which no digest leads is of no use and is let go.
         self._holder: dict[bytes, Hashable] = {}
-        self._leading: collections.Counter[Hashable] = collections.Counter()
 
     @property
     def num_pages(self) -> int:
         """Pages whose content can be found, each counted once."""
         return len(self._holder)
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages that nobody holds but this cache: ``evict`` can free as many."""
+        return int(np.count_nonzero((self.held > 0) & (self.held == self._pages.holders)))
 
     def fork(self, request: Hashable, tokens: Sequence[int], *, kind: Hashable = None) -> int:
         """Adds ``request`` to the allocator, sharing the longest kept run of full pages that begins ``tokens``.
@@ -67,55 +84,63 @@ class PrefixCache:
         if not digests or digests[-1] in self._holder:
             self._touch([self._holder[digest] for digest in digests if digest in self._holder])
             return
-        sequence = ("kept", next(self._names))
-        self._pages.fork(request, sequence, len(digests) * self._pages.page_size)
-        self._kept[sequence] = digests
+        name = ("kept", next(self._names))
+        self._pages.fork(request, name, len(digests) * self._pages.page_size)
+        sequence = self._kept[name] = _Kept(digests, self._pages.table([name])[0, : len(digests)], len(digests))
+        self.held[sequence.row] += 1
         for digest in digests:
             before = self._holder.get(digest)
-            self._holder[digest] = sequence
-            self._leading[sequence] += 1
+            self._holder[digest] = name
             if before is not None:
                 self._lose(before)
 
     def evict(self, num_pages: int) -> bool:
-        """Let go of least recently used pages that nobody else holds until ``num_pages`` are free in the allocator.
+        """Let go of least recently used pages until ``num_pages`` are free in the allocator; of none if that cannot be.
 
         The end of a sequence goes before its beginning. Returns whether that many are free now.
         """
-        for sequence in list(self._kept):
-            while self._pages.num_free < num_pages and sequence in self._kept:
-                if self._pages.shares_last_page(sequence):
-                    break
-                self._drop_last(sequence)
-        return self._pages.num_free >= num_pages
+        if num_pages > self._pages.num_free + self.num_idle_pages:
+            return False
+        for name in list(self._kept):
+            while self._pages.num_free < num_pages and name in self._kept and self._ends_exclusive(name):
+                self._drop_last(name)
+        return True
 
     def clear(self) -> None:
         """Let go of everything."""
-        for sequence in list(self._kept):
-            self._pages.free(sequence)
+        for name in self._kept:
+            self._pages.free(name)
         self._kept.clear()
         self._holder.clear()
-        self._leading.clear()
+        self.held[:] = 0
 
     def _touch(self, path: list[Hashable]) -> None:
         """Mark as used, the first of ``path`` last: who holds a beginning outlives who holds what follows it."""
-        for sequence in reversed(path):
-            self._kept.move_to_end(sequence)
+        for name in reversed(path):
+            self._kept.move_to_end(name)
 
-    def _drop_last(self, sequence: Hashable) -> None:
-        digests = self._kept[sequence]
-        digest = digests.pop()
-        self._pages.truncate(sequence, len(digests) * self._pages.page_size)
-        if self._holder.get(digest) == sequence:
+    def _ends_exclusive(self, name: Hashable) -> bool:
+        """Whether nobody else holds the last page of a kept sequence. If somebody does, it holds all before it too."""
+        return bool(self._pages.holders[self._kept[name].row[-1]] == 1)
+
+    def _drop_last(self, name: Hashable) -> None:
+        sequence = self._kept[name]
+        digest = sequence.digests.pop()
+        self.held[sequence.row[-1]] -= 1
+        sequence.row = sequence.row[:-1]
+        self._pages.truncate(name, len(sequence.digests) * self._pages.page_size)
+        if self._holder.get(digest) == name:
             del self._holder[digest]
-            self._lose(sequence)
+            self._lose(name)
 
-    def _lose(self, sequence: Hashable) -> None:
+    def _lose(self, name: Hashable) -> None:
         """A digest leads elsewhere now."""
-        self._leading[sequence] -= 1
-        if not self._leading[sequence]:
-            del self._leading[sequence], self._kept[sequence]
-            self._pages.free(sequence)
+        sequence = self._kept[name]
+        sequence.found_by -= 1
+        if not sequence.found_by:
+            self.held[sequence.row] -= 1
+            del self._kept[name]
+            self._pages.free(name)
 
     def _digests(self, tokens: Sequence[int], kind: Hashable) -> list[bytes]:
         """A name for each full page: a digest of the kind and all tokens up to its end."""

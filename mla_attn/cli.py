@@ -31,9 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="a prompt as text")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="a prompt as comma-separated token ids")
-    prompt.add_argument(
-        "--prompts-file", metavar="F", help="a prompt a line, text or comma-separated ids; all run as one batch"
-    )
+    prompt.add_argument("--prompts-file", metavar="F", help="a prompt a line, text or comma-separated ids")
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens per prompt (default 64)")
     drafting = generate.add_mutually_exclusive_group()
     drafting.add_argument(
@@ -42,10 +40,26 @@ def _parser() -> argparse.ArgumentParser:
     drafting.add_argument(
         "--tree", type=_tree, metavar="W1xW2x...", help="draft a tree: children per node at each depth"
     )
-    generate.add_argument("--page-size", type=int, default=64, metavar="P", help="tokens per cache page (default 64)")
     generate.add_argument(
-        "--prefill-chunk", type=int, metavar="C", help="prompt tokens per request and pass (default: whole prompts)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="draw tokens at this temperature (default 0: greedy)",
     )
+    generate.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="from the K likeliest (default 0: from all)"
+    )
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="from the fewest of probability P (default 1: from all)"
+    )
+    generate.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the draws of the first prompt (default 0)"
+    )
+    generate.add_argument("--max-batch", type=int, metavar="B", help="prompts that run at a time (default: all)")
+    generate.add_argument("--num-pages", type=int, metavar="N", help="cache pages (default: enough for all prompts)")
+    generate.add_argument("--page-size", type=int, default=64, metavar="P", help="tokens per cache page (default 64)")
+    generate.add_argument("--prefill-chunk", type=int, metavar="C", help="prompt tokens per pass (default: up to 2048)")
     generate.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of everything (default bfloat16)"
     )
@@ -75,43 +89,82 @@ def _tree(text: str) -> DraftTree:
 def _generate(options: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
-    from mla_attn.generation import generate
     from mla_attn.models import load_checkpoint
     from mla_attn.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(options.checkpoint)
     prompts = _prompts(options, tokenizer)
     model = load_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype))
-    stream = None if options.json or len(prompts) > 1 else _streamer(tokenizer)
-    result = generate(
-        model,
-        prompts,
-        max_new_tokens=options.max_new_tokens,
-        num_drafts=options.speculate,
-        tree=options.tree,
-        page_size=options.page_size,
-        prefill_chunk=options.prefill_chunk,
-        stop_tokens=() if options.ignore_eos else model.config.eos_token_ids,
-        implementation=options.implementation,
-        on_tokens=stream,
-        progress=sys.stderr.isatty(),
-    )
-    statistics = dataclasses.asdict(result.statistics)
-    texts = [tokenizer.decode(tokens) for tokens in result.tokens]
+    engine, parameters = _engine(options, model, prompts)
+    engine.warm_up(progress=sys.stderr.isatty())
+    show = None if options.json or len(prompts) > 1 else _streamer(tokenizer)
+    tokens = {engine.add_request(*request): [] for request in zip(prompts, parameters, strict=True)}
+    for output in engine.run():
+        tokens[output.request_id] += output.tokens
+        if show is not None:
+            show(0, output.tokens)
+    texts = [tokenizer.decode(new) for new in tokens.values()]
     if options.json:
         requests = [
-            {"prompt_ids": prompt, "tokens": tokens, "text": text}
-            for prompt, tokens, text in zip(prompts, result.tokens, texts, strict=True)
+            {"prompt_ids": prompt, "tokens": new, "text": text}
+            for prompt, new, text in zip(prompts, tokens.values(), texts, strict=True)
         ]
-        print(json.dumps({"requests": requests, "stats": statistics}))
+        print(json.dumps({"requests": requests, "stats": dataclasses.asdict(engine.statistics)}))
         return 0
-    if stream is None:
+    if show is None:
         for number, text in enumerate(texts):
             print(f"[{number}] {text}")
     else:
         print()
-    print(_summary(result.statistics), file=sys.stderr)
+    print(_summary(engine.statistics, engine.statistics.step_seconds), file=sys.stderr)
     return 0
+
+
+def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
+    """An engine for these prompts, and the parameters of each."""
+    from mla_attn.engine import Engine, SamplingParams
+
+    for name, least in (
+        ("max_new_tokens", 1),
+        ("speculate", 0),
+        ("page_size", 1),
+        ("prefill_chunk", 1),
+        ("max_batch", 1),
+        ("num_pages", 1),
+    ):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    tree = options.tree or (DraftTree.chain(options.speculate) if options.speculate else None)
+    drafts, page_size = tree.size - 1 if tree else 0, options.page_size
+    lengths = [len(prompt) + options.max_new_tokens for prompt in prompts]
+    parameters = [
+        SamplingParams(
+            max_new_tokens=options.max_new_tokens,
+            stop_tokens=() if options.ignore_eos else tuple(model.config.eos_token_ids),
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed + number,  # equal prompts get texts of their own
+            speculation=tree,
+        )
+        for number in range(len(prompts))
+    ]
+    max_batch = len(prompts) if options.max_batch is None else options.max_batch
+    engine = Engine(
+        model,
+        max_batch=max_batch,
+        num_pages=options.num_pages or sum(-(-(n + drafts) // page_size) for n in lengths),
+        page_size=page_size,
+        max_len=max(lengths),
+        speculation=() if tree is None else (tree,),
+        prompt_tokens=options.prefill_chunk or min(max(sum(map(len, prompts)), 1), 2048),
+        batches=(max_batch,),  # one program of each kind: most of a short run is compiling
+        implementation=options.implementation,
+    )
+    for prompt, params in zip(prompts, parameters, strict=True):
+        engine.check_request(prompt, params)
+    return engine, parameters
 
 
 def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
@@ -148,11 +201,11 @@ def _streamer(tokenizer, *, prefix: str = "") -> Callable[[int, list[int]], None
     return show
 
 
-def _summary(statistics) -> str:
+def _summary(statistics, seconds: float) -> str:
     s = statistics
     length = "" if s.acceptance_length is None else f", acceptance length {s.acceptance_length:.2f}"
     return (
-        f"{s.new_tokens} tokens in {s.prefill_seconds + s.decode_seconds:.2f} s ({s.tokens_per_second:.0f} tokens/s), "
+        f"{s.new_tokens} tokens in {seconds:.2f} s ({s.tokens_per_second:.0f} tokens/s), "
         f"{s.target_steps} target steps{length}; compiling took {s.warm_up_seconds:.1f} s before"
     )
 
@@ -190,7 +243,8 @@ def _demo(options: argparse.Namespace) -> int:
         for number, tokens in enumerate(result.tokens):
             if number:
                 print(f"\n  [{number}] {_DEMO_PROMPTS[number]}{tokenizer.decode(tokens)}", end="")
-        print(f"\n{_summary(result.statistics)}")
+        seconds = result.statistics.prefill_seconds + result.statistics.decode_seconds
+        print(f"\n{_summary(result.statistics, seconds)}")
         results[title] = result
     plain, speculative = results.values()
     same = plain.tokens == speculative.tokens

@@ -64,6 +64,11 @@ class _Request:
         return not self.wants_prompt_pass and self.num_new + self.unread < self.params.max_new_tokens
 
     @property
+    def all_launched(self) -> bool:
+        """Whether the request ends with what is launched."""
+        return not self.wants_prompt_pass and not self.wants_token
+
+    @property
     def final_tokens(self) -> list[int]:
         """Tokens whose rows are cached, for good."""
         return self.tokens[: min(self.computed, len(self.tokens) - 1) if self.wants_prompt_pass else -1]
@@ -71,8 +76,8 @@ class _Request:
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    step: int
-    requests: list[tuple[int, _Request]]  # row and request
+    number: int
+    requests: list[tuple[int, _Request]]  # row and request, of those that get tokens
     tokens: Any  # [B] or, of verify passes, [B, depth + 1] with -1 after the emitted ones
     ahead: int  # most rows a request gains
 
@@ -92,6 +97,7 @@ class Engine:
         speculation: draft trees that requests may ask for; each adds programs to compile.
         prompt_tokens: most prompt tokens computed in one step, all requests together; longer prompts come in parts,
             with tokens of other requests between them.
+        batches: batch sizes to compile passes for, the largest at least ``max_batch``; powers of two up to it if None.
         max_waiting: most requests waiting; ``add_request`` refuses more.
         prefix_cache: whether full pages are found by their content, and kept while there is room.
         implementation: of the attention ops; None picks.
@@ -110,6 +116,7 @@ class Engine:
         max_len: int,
         speculation: Sequence[DraftTree] = (),
         prompt_tokens: int = 512,
+        batches: Sequence[int] | None = None,
         max_waiting: int = 1024,
         prefix_cache: bool = True,
         implementation: str | None = None,
@@ -126,11 +133,14 @@ class Engine:
             if value < 1 or (most is not None and value > most):
                 limit = "" if most is None else f" and at most max_position_embeddings={most}"
                 raise ValueError(f"{name}={value} must be at least 1{limit}")
+        if batches and (min(batches) < 1 or max(batches) < max_batch):
+            raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
         self.model, self.max_len, self.speculation = model, max_len, tuple(dict.fromkeys(speculation))
         self.max_batch, self.max_waiting, self._prompt_tokens = max_batch, max_waiting, prompt_tokens
         shapes = Shapes(
-            batches=ladder(max_batch),
-            prompt_rows=ladder(prompt_tokens, smallest=min(64, prompt_tokens)),
+            batches=tuple(sorted(batches)) if batches else ladder(max_batch),
+            # Every second power of two: most passes are full, and programs take long to compile.
+            prompt_rows=ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1],
             table_width=-(-max_len // page_size),
             page_size=page_size,
             max_len=max_len,
@@ -145,7 +155,7 @@ class Engine:
         self._prompts_per_pass = prompts.batches[0]
 
         self._pages = PageAllocator(num_pages, page_size, table_width=shapes.table_width)
-        self._prefixes = PrefixCache(self._pages) if prefix_cache else None
+        self._prefixes, self._keeps_prefixes = PrefixCache(self._pages), prefix_cache
         pool = LatentPool.create(
             num_layers=model.num_cache_layers,
             num_pages=num_pages,
@@ -155,7 +165,8 @@ class Engine:
         )
         self._device = (pool, create_slots(model, max_batch, self.speculation))
 
-        self._lock = threading.Lock()  # of step
+        self._lock = threading.RLock()  # of step
+        self._stepping = False
         self._names = itertools.count()
         self._live: dict[int, _Request] = {}
         self._new: collections.deque[_Request] = collections.deque()  # put in by any thread
@@ -192,19 +203,41 @@ class Engine:
             An id, unique in this engine.
 
         Raises:
-            ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long with ``max_new_tokens``
-                for ``max_len`` or for all pages; a draft tree the engine was not made with.
+            ValueError: as ``check_request``.
             QueueFull: ``max_waiting`` requests wait already.
         """
         params = SamplingParams() if params is None else params
+        self.check_request(prompt, params)
         tokens = [int(token) for token in prompt]
-        self._check(tokens, params)
         if (waiting := len(self._new) + len(self._waiting)) >= self.max_waiting:
             raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
         request = _Request(next(self._names), tokens, len(tokens), params, on_output, time.perf_counter())
         self._live[request.id] = request
         self._new.append(request)
         return request.id
+
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Whether this engine can serve a request, however busy it is.
+
+        Raises:
+            ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long with ``max_new_tokens``
+                for ``max_len`` or for all pages; a draft tree the engine was not made with.
+        """
+        vocab, total = self.model.config.vocab_size, len(prompt) + params.max_new_tokens
+        if len(prompt) == 0:
+            raise ValueError("prompt is empty, must hold at least one token")
+        wrong = [t for t in prompt if not 0 <= t < vocab]
+        if wrong:
+            raise ValueError(f"prompt holds token {wrong[0]}, must be 0 to {vocab - 1}")
+        lengths = f"prompt has {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}"
+        if total > self.max_len:
+            raise ValueError(f"{lengths}: together they must be at most max_len={self.max_len}")
+        if params.speculation is not None and params.speculation not in self.speculation:
+            made = ", ".join(str(tree.widths) for tree in self.speculation) or "none"
+            raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
+        needed = self._num_pages(self._most_rows(len(prompt), params))
+        if needed > self._pages.num_pages:
+            raise ValueError(f"{lengths}: they need {needed} pages, must be at most num_pages={self._pages.num_pages}")
 
     def cancel(self, request_id: int) -> bool:
         """End a request at the next step; returns whether it was live."""
@@ -222,17 +255,19 @@ class Engine:
     def step(self) -> list[Output]:
         """Move every request on, and return what is new. On an idle engine it does nothing."""
         with self._lock:
-            begin = time.perf_counter()
-            while self._cancels:
-                request = self._cancels.popleft()
-                if not request.finished:
-                    self._take_new()
-                    self._finish(request, [], "cancelled")
-            self._take_new()
-            launched = self._launch()
-            self._read(before=self._counts["steps"])
-            self._counts["steps"] += int(launched)
-            self._seconds["step"] += time.perf_counter() - begin
+            if self._stepping:
+                raise RuntimeError("step() was called from a callback of step()")
+            self._stepping, begin = True, time.perf_counter()
+            try:
+                self._take_new()
+                self._end_cancelled()
+                before = self._counts["launches"]
+                self._launch()
+                self._read(before)
+                self._counts["steps"] += int(self._counts["launches"] > before)
+            finally:
+                self._stepping = False
+                self._seconds["step"] += time.perf_counter() - begin
             outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -280,30 +315,27 @@ class Engine:
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Counts and mean times so far."""
-        counts, seconds = self._counts, self._seconds
-
-        def mean(total: float, count: int) -> float | None:
-            return total / count if count else None
-
-        return EngineStatistics(
-            **{name: counts[name] for name in ("finished", "cancelled", "failed", "preemptions")},
-            waiting=len(self._new) + len(self._waiting),
-            running=len(self._running),
-            **{name: counts[name] for name in ("prompt_tokens", "reused_tokens", "new_tokens", "steps")},
-            target_steps=counts["target_steps"],
-            acceptance_length=mean(counts["verified_tokens"], counts["verified_requests"]),
-            step_seconds=seconds["step"],
-            tokens_per_second=counts["new_tokens"] / seconds["step"] if seconds["step"] else 0.0,
-            time_to_first_token=mean(seconds["first_token"], counts["first_tokens"]),
-            inter_token_time=mean(seconds["later_tokens"], counts["new_tokens"] - counts["first_tokens"]),
-            pages_used=self._pages.num_used,
-            pages_shared=self._pages.num_shared,
-            pages_cached=self._prefixes.num_pages if self._prefixes else 0,
-            warm_up_seconds=seconds["warm_up"],
-            programs=sum(bucket.compiles for bucket in self._all_buckets()),
-            compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,
-        )
+        """Counts and mean times so far; from another thread it waits for the step that runs."""
+        with self._lock:
+            counts, seconds = self._counts, self._seconds
+            holders = self._pages.holders - self._prefixes.held  # running requests alone
+            copied = ("finished", "cancelled", "failed", "preemptions", "prompt_tokens", "reused_tokens", "new_tokens")
+            return EngineStatistics(
+                **{name: counts[name] for name in (*copied, "steps", "target_steps")},
+                waiting=len(self._new) + len(self._waiting),
+                running=len(self._running),
+                acceptance_length=_mean(counts["verified_tokens"], counts["verified_requests"]),
+                step_seconds=seconds["step"],
+                tokens_per_second=counts["new_tokens"] / seconds["step"] if seconds["step"] else 0.0,
+                time_to_first_token=_mean(seconds["first_token"], counts["first_tokens"]),
+                inter_token_time=_mean(seconds["later_tokens"], counts["new_tokens"] - counts["first_tokens"]),
+                pages_used=int(np.count_nonzero(holders)),
+                pages_shared=int(np.count_nonzero(holders > 1)),
+                pages_idle=self._prefixes.num_idle_pages,
+                warm_up_seconds=seconds["warm_up"],
+                programs=sum(bucket.compiles for bucket in self._all_buckets()),
+                compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,
+            )
 
     # Planning: who runs, and on which pages.
 
@@ -311,34 +343,55 @@ class Engine:
         while self._new:
             self._waiting.append(self._new.popleft())
 
+    def _end_cancelled(self) -> None:
+        while self._cancels:
+            request = self._cancels.popleft()
+            if request in self._new:  # added and cancelled since new ones were taken
+                self._take_new()
+            if not request.finished:
+                self._finish(request, [], "cancelled")
+
     def _admit(self) -> None:
-        """Give waiting requests slots and pages, oldest first, as long as there are some."""
-        free = [slot for slot in range(self.max_batch) if slot not in self._running]
-        while free and self._waiting:
+        """Give waiting requests slots and pages, oldest first, while there are some and this step can begin with their
+        prompts. Who waits a step longer may find more of its prompt in the cache."""
+        while self._waiting and self._has_prompt_room():
+            slot = self._free_slot()
+            if slot is None:
+                return
             request = self._waiting[0]
             found = self._find_prefix(request)
-            # A page for each running request to grow into: to admit one and preempt it next would be wasted work.
-            needed = -(-len(request.tokens) // self._pages.page_size) - found // self._pages.page_size
-            if not self._make_free(needed + len(self._running)):
+            # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
+            needed = self._num_pages(len(request.tokens)) - self._num_pages(found)
+            growing = sum(self._may_grow(r) for r in self._running.values())
+            if not self._make_free(needed + growing):
                 self._pages.free(request.id)
                 return
             self._pages.grow(request.id, len(request.tokens))
             self._waiting.popleft()
-            request.slot, request.prompt_rows, request.computed = free.pop(0), len(request.tokens), found
-            request.rows = 0
-            self._running[request.slot] = request
+            request.slot, request.prompt_rows, request.computed, request.rows = slot, len(request.tokens), found, 0
+            self._running[slot] = request
             self._counts["reused_tokens"] += found
+
+    def _may_grow(self, request: _Request) -> bool:
+        most = self._most_rows(request.prompt_len, request.params)
+        return self._num_pages(self._pages.length(request.id)) < self._num_pages(most)
+
+    def _has_prompt_room(self) -> bool:
+        left = [r.prompt_rows - r.computed for r in self._running.values() if r.wants_prompt_pass]
+        return len(left) < self._prompts_per_pass and sum(left) < self._prompt_tokens
+
+    def _free_slot(self) -> int | None:
+        if len(self._running) == self.max_batch and any(r.all_launched for r in self._running.values()):
+            self._read(self._counts["launches"])  # rather than leave a slot idle for a step
+        return next((slot for slot in range(self.max_batch) if slot not in self._running), None)
 
     def _find_prefix(self, request: _Request) -> int:
         """Adds the request to the page allocator; returns how many of its rows are there. The last token's row is
         always computed: the next token comes from it."""
-        if self._prefixes is None:
-            self._pages.create(request.id)
-            return 0
         return self._prefixes.fork(request.id, request.tokens[:-1], kind=self._prefix_kind(request))
 
     def _keep_prefix(self, request: _Request, tokens: list[int]) -> None:
-        if self._prefixes is not None:
+        if self._keeps_prefixes:
             self._prefixes.keep(request.id, tokens, kind=self._prefix_kind(request))
 
     @staticmethod
@@ -348,16 +401,15 @@ class Engine:
         return request.params.speculation is not None
 
     def _make_free(self, num_pages: int) -> bool:
-        enough = self._pages.num_free >= num_pages
-        return enough or (self._prefixes is not None and self._prefixes.evict(num_pages))
+        return self._pages.num_free >= num_pages or self._prefixes.evict(num_pages)
 
     def _reserve(self, request: _Request) -> bool:
         """Make room for the rows of the request's next pass. If pages run out, the youngest requests give theirs back:
         False if that ended or stopped this one."""
         while request.slot is not None and request.wants_token:
-            tree = request.params.speculation
+            tree, most = request.params.speculation, self._most_rows(request.prompt_len, request.params)
             rows = request.prompt_rows + request.rows + request.ahead + (tree.size if tree else 1)
-            rows = max(min(rows, self._most_rows(request)), self._pages.length(request.id))
+            rows = max(min(rows, most), self._pages.length(request.id))
             try:
                 self._pages.grow(request.id, rows)
                 return True
@@ -365,16 +417,18 @@ class Engine:
                 if self._make_free(error.needed):
                     continue
             if self._unread:  # what the host does not know yet may have ended requests
-                self._read(before=self._counts["steps"] + 1)
+                self._read(self._counts["launches"])
                 continue
             self._preempt(max(self._running.values(), key=lambda r: r.id))
         return False
 
-    def _most_rows(self, request: _Request) -> int:
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pages.page_size)
+
+    def _most_rows(self, prompt_len: int, params: SamplingParams) -> int:
         """Rows a request may need in all: of its tokens and the drafts of its last verify pass."""
-        tree = request.params.speculation
-        length = request.prompt_len + request.params.max_new_tokens + (tree.size - 1 if tree else 0)
-        return min(length, self.max_len)
+        drafts = params.speculation.size - 1 if params.speculation else 0
+        return min(prompt_len + params.max_new_tokens + drafts, self.max_len)
 
     def _preempt(self, request: _Request) -> None:
         self._keep_prefix(request, request.final_tokens)  # may still be there when it comes back
@@ -390,9 +444,8 @@ class Engine:
 
     # Launching passes. Nothing here waits for the device, unless pages run out.
 
-    def _launch(self) -> bool:
-        """Returns whether anything was launched."""
-        before = len(self._unread), self._counts["prompt_passes"]
+    def _launch(self) -> None:
+        """A pass over prompts, and one for the next tokens of each kind of request."""
         self._admit()
         self._launch_prompts()
         for kind in (None, *self.speculation):
@@ -401,53 +454,57 @@ class Engine:
             ready = [r for r in ready if r.slot is not None]
             if ready:
                 self._launch_tokens(kind, ready)
-        return before != (len(self._unread), self._counts["prompt_passes"])
 
     def _launch_prompts(self) -> None:
-        """One pass over the next parts of prompts, oldest first, of requests of one kind of speculation."""
-        waiting = sorted((r for r in self._running.values() if r.wants_prompt_pass), key=lambda r: r.id)
-        if not waiting:
+        """One pass over the next parts of prompts, of requests of one kind of speculation."""
+        requests, parts = self._next_parts()
+        if not requests:
             return
-        kind = waiting[0].params.speculation
-        requests, parts, left = [], [], self._prompt_tokens
-        for request in waiting:
-            if request.params.speculation == kind and left and len(requests) < self._prompts_per_pass:
-                parts.append(slice(request.computed, min(request.computed + left, request.prompt_rows)))
-                requests.append(request)
-                left -= parts[-1].stop - parts[-1].start
-        passes = self._prompt_passes[kind]
-        lengths = {
+        kind = requests[0].params.speculation
+        shared = self._inputs(requests) | {
             "seq_lens": np.array([part.stop for part in parts], np.int32),
             "q_lens": np.array([part.stop - part.start for part in parts], np.int32),
         }
-        shared = self._inputs(requests, self._prompts_per_pass) | lengths
-        del shared["active"]
-        tokens = np.concatenate([np.array(r.tokens[part], np.int32) for r, part in zip(requests, parts, strict=True)])
-        options = {name: np.array([getattr(r.params, name) for r in requests], kind) for name, kind in SAMPLING.items()}
+        # -1 follows the prompt: the token that comes of this pass.
+        tokens, following = (
+            np.concatenate(
+                [
+                    np.array([*r.tokens, -1], np.int32)[p.start + n : p.stop + n]
+                    for r, p in zip(requests, parts, strict=True)
+                ]
+            )
+            for n in (0, 1)
+        )
+        options = {name: np.array([getattr(r.params, name) for r in requests], d) for name, d in SAMPLING.items()}
         # Without drafts the target's pass is the same for all.
         out = self._run(self._prompt_passes[None].extend, tokens=tokens, **options, **shared)
         if kind is not None:
-            following = [
-                np.array([*r.tokens, -1][part.start + 1 : part.stop + 1], np.int32)
-                for r, part in zip(requests, parts, strict=True)
-            ]
             drafting = {"sampled": out["tokens"], "hidden": out["hidden"]}
-            self._run(passes.draft_prefill, next_tokens=np.concatenate(following), **drafting, **shared)
+            self._run(self._prompt_passes[kind].draft_prefill, next_tokens=following, **drafting, **shared)
         for request, part in zip(requests, parts, strict=True):
             request.computed = part.stop
+            self._keep_prefix(request, request.tokens[: part.stop])
             self._counts["prompt_tokens"] += part.stop - part.start
         ended = [(row, r) for row, r in enumerate(requests) if not r.wants_prompt_pass]
         for _, request in ended:
             request.unread += 1
-            self._keep_prefix(request, request.tokens[: request.prompt_rows])
-        self._counts["prompt_passes"] += 1
-        if ended:
-            self._append(ended, out["tokens"], 0)
+        self._expect(ended, out["tokens"], 0)
+
+    def _next_parts(self) -> tuple[list[_Request], list[slice]]:
+        """The requests whose prompts go on in this step, oldest first, and which part of each."""
+        waiting = sorted((r for r in self._running.values() if r.wants_prompt_pass), key=lambda r: r.id)
+        waiting = [r for r in waiting if r.params.speculation == waiting[0].params.speculation]
+        parts, left = [], self._prompt_tokens
+        for request in waiting[: self._prompts_per_pass]:
+            if left:
+                parts.append(slice(request.computed, min(request.computed + left, request.prompt_rows)))
+                left -= parts[-1].stop - parts[-1].start
+        return waiting[: len(parts)], parts
 
     def _launch_tokens(self, kind: DraftTree | None, requests: list[_Request]) -> None:
         """The next tokens of requests of one kind: a decode pass, or drafting and verifying."""
-        passes, batch = self._passes[kind], ladder(len(requests))[-1]
-        shared = self._inputs(requests, batch)
+        passes = self._passes[kind]
+        shared = self._inputs(requests) | {"active": np.ones(len(requests), np.int32)}
         if kind is None:
             tokens, ahead = self._run(passes.decode, **shared)["tokens"], 1
         else:
@@ -462,28 +519,27 @@ class Engine:
             request.unread += 1
             request.ahead += ahead
         self._counts["target_steps"] += 1
-        self._append(list(enumerate(requests)), tokens, ahead)
+        self._expect(list(enumerate(requests)), tokens, ahead)
 
-    def _inputs(self, requests: list[_Request], batch: int) -> dict[str, np.ndarray]:
-        slots, active = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
-        slots[: len(requests)] = np.array([r.slot for r in requests], np.int32)
-        active[: len(requests)] = 1
-        table = self._pages.table([r.id for r in requests], batch=batch)
-        return {"page_table": table, "slots": slots, "active": active}
+    def _inputs(self, requests: list[_Request]) -> dict[str, np.ndarray]:
+        slots = np.array([r.slot for r in requests], np.int32)
+        return {"page_table": self._pages.table([r.id for r in requests]), "slots": slots}
 
     def _run(self, bucket, **inputs):
         outputs, self._device = bucket(self._state, self._device, inputs)
         return outputs
 
-    def _append(self, requests: list[tuple[int, _Request]], tokens: Any, ahead: int) -> None:
+    def _expect(self, requests: list[tuple[int, _Request]], tokens: Any, ahead: int) -> None:
+        """Tokens on their way, for a later step to read."""
         tokens.copy_to_host_async()
-        self._unread.append(_Launch(self._counts["steps"], requests, tokens, ahead))
+        self._unread.append(_Launch(self._counts["launches"], requests, tokens, ahead))
+        self._counts["launches"] += 1
 
     # Reading tokens, and handing them out.
 
-    def _read(self, *, before: int) -> None:
-        """Wait for what was launched before a step, and hand out its tokens."""
-        while self._unread and self._unread[0].step < before:
+    def _read(self, before: int) -> None:
+        """Wait for what was launched before the launch of that number, and hand out its tokens."""
+        while self._unread and self._unread[0].number < before:
             launch = self._unread.popleft()
             tokens = np.asarray(launch.tokens)
             for row, request in launch.requests:
@@ -543,28 +599,6 @@ class Engine:
             if not request.finished:
                 self._finish(request, [], "error", error)
 
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        vocab = self.model.config.vocab_size
-        if not tokens:
-            raise ValueError("prompt is empty, must hold at least one token")
-        wrong = [t for t in tokens if not 0 <= t < vocab]
-        if wrong:
-            raise ValueError(f"prompt holds token {wrong[0]}, must be 0 to {vocab - 1}")
-        if len(tokens) + params.max_new_tokens > self.max_len:
-            raise ValueError(
-                f"prompt has {len(tokens)} tokens and max_new_tokens={params.max_new_tokens}: together they must be "
-                f"at most max_len={self.max_len}"
-            )
-        if params.speculation is not None and params.speculation not in self.speculation:
-            made = ", ".join(str(tree.widths) for tree in self.speculation) or "none"
-            raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
-        rows = self._most_rows(_Request(-1, tokens, len(tokens), params, None, 0.0))
-        if (needed := -(-rows // self._pages.page_size)) > self._pages.num_pages:
-            raise ValueError(
-                f"prompt has {len(tokens)} tokens and max_new_tokens={params.max_new_tokens}: they need {needed} "
-                f"pages, must be at most num_pages={self._pages.num_pages}"
-            )
-
     @property
     def _state(self):
         return self._passes[None].state
@@ -576,3 +610,7 @@ class Engine:
             buckets.append(self._prompt_passes[tree].draft_prefill)
             buckets += [*dict.fromkeys(passes.draft_decode), passes.target_verify, passes.draft_extend]
         return buckets
+
+
+def _mean(total: float | int, count: int) -> float | None:
+    return total / count if count else None

@@ -97,7 +97,7 @@ def generate(
     if num_drafts:
         if tree is not None:
             raise ValueError(f"num_drafts={num_drafts} with tree={tree}: must be one or the other")
-        tree = DraftTree((1,) * num_drafts)
+        tree = DraftTree.chain(num_drafts)
     backend_compiles()
     run = _Run(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, stop_tokens, implementation, on_tokens)
     warm_up_seconds = warm_up(run.passes.buckets, run.passes.state, run.pool, progress=progress)

@@ -88,9 +88,9 @@ class EngineStatistics:
         tokens_per_second: new tokens over that time.
         time_to_first_token: mean, from ``add_request`` to a request's first token.
         inter_token_time: mean, between tokens of a request after the first.
-        pages_used: pages that requests or the prefix cache hold.
-        pages_shared: those that several hold.
-        pages_cached: those that can be found by their content.
+        pages_used: pages that running requests hold, each counted once.
+        pages_shared: those of them that several hold.
+        pages_idle: pages that the prefix cache alone holds, until somebody needs them.
         warm_up_seconds: spent compiling ahead of time.
         programs: programs compiled.
         compiles_after_warm_up: programs XLA compiled in this process since ``warm_up``; 0 unless something is wrong.
@@ -114,7 +114,7 @@ class EngineStatistics:
     inter_token_time: float | None
     pages_used: int
     pages_shared: int
-    pages_cached: int
+    pages_idle: int
     warm_up_seconds: float
     programs: int
     compiles_after_warm_up: int

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from checkpoints import V2, V3
-from mla_attn import cli, generation
+from mla_attn import cli, engine
+from mla_attn.requests import EngineStatistics
+from mla_attn.speculative import DraftTree
 from recorder import programs_kept
 
 NEW = 8
@@ -72,12 +74,12 @@ def test_json(generate_json):
         assert request["text"] == bytes(request["tokens"]).decode()
     assert result["requests"][1]["tokens"] == GREEDY[:NEW]
     stats = result["stats"]
-    assert set(stats) == {field.name for field in dataclasses.fields(generation.Statistics)}
+    assert set(stats) == {field.name for field in dataclasses.fields(EngineStatistics)}
     assert stats["acceptance_length"] is None
     assert stats["target_steps"] == NEW - 1
     assert stats["compiles_after_warm_up"] == 0
     assert stats["tokens_per_second"] > 0
-    assert (stats["prompt_tokens"], stats["new_tokens"]) == (7 + 41 + 5, 3 * NEW)
+    assert (stats["prompt_tokens"], stats["new_tokens"], stats["finished"]) == (7 + 41 + 5, 3 * NEW, 3)
 
 
 @pytest.mark.slow
@@ -88,7 +90,9 @@ def test_speculation_for_one_prompt(call):
     result = json.loads(out)
     assert [request["tokens"] for request in result["requests"]] == [GREEDY[:32]]
     stats = result["stats"]
-    assert 1 < stats["acceptance_length"] == 31 / stats["target_steps"] <= 4
+    assert 1 < stats["acceptance_length"] <= 4
+    # One pass may be launched before the last token is read.
+    assert 31 / stats["acceptance_length"] in (stats["target_steps"], stats["target_steps"] - 1)
     assert stats["compiles_after_warm_up"] == 0
 
 
@@ -156,39 +160,57 @@ def test_as_a_process(programs):
     assert done.stderr.count("\n") == 1
 
 
-def test_options_reach_the_generation(call, monkeypatch):
+def test_draws(generate_json):
+    """Equal prompts with seeds of their own; the same command, the same text."""
+    greedy = generate_json()["requests"]
+    drawn = generate_json("--temperature", 1.5, "--seed", 3)["requests"]
+    assert drawn != greedy
+    assert generate_json("--temperature", 1.5, "--seed", 3)["requests"] == drawn
+    assert generate_json("--temperature", 1.5, "--seed", 4)["requests"] != drawn
+    assert generate_json("--temperature", 1.5, "--seed", 3, "--top-p", 1e-6)["requests"] == greedy
+    assert generate_json("--temperature", 1.5, "--seed", 3, "--top-k", 1)["requests"] == greedy
+
+
+def test_few_slots_and_pages(generate_json):
+    """One prompt at a time, in pages for one."""
+    result = generate_json("--max-batch", 1, "--num-pages", 1)
+    assert result["requests"] == generate_json()["requests"]
+    assert result["stats"]["target_steps"] == 3 * (NEW - 1)
+
+
+def test_options_reach_the_engine(call, monkeypatch):
     calls = []
 
-    def fake(model, prompts, **options):
-        calls.append((model, prompts, options))
+    def fake(model, **options):
+        calls.append((model, options))
         raise NotImplementedError("not now")
 
-    monkeypatch.setattr(generation, "generate", fake)
+    monkeypatch.setattr(engine, "Engine", fake)
     assert call("generate", V2, "--prompt", "hé") == (2, "", "mla-attn: error: not now\n")
-    model, prompts, options = calls.pop()
-    assert prompts == [[104, 195, 169]]
+    model, options = calls.pop()
     assert model.lm_head.kernel.dtype == jnp.bfloat16
-    del options["on_tokens"], options["progress"], options["tree"]
     assert options == {
-        "max_new_tokens": 64,
-        "num_drafts": 0,
+        "max_batch": 1,
+        "num_pages": 2,
         "page_size": 64,
-        "prefill_chunk": None,
-        "stop_tokens": (257,),
+        "max_len": 3 + 64,
+        "speculation": (),
+        "prompt_tokens": 3,
+        "batches": (1,),
         "implementation": None,
     }
-    other = "--max-new-tokens 5 --speculate 2 --page-size 16 --prefill-chunk 7 --ignore-eos --implementation xla"
+    other = "--max-new-tokens 5 --speculate 2 --page-size 16 --prefill-chunk 7 --max-batch 3 --implementation xla"
     call("generate", V2, "--prompt-ids", "1, 2", "--dtype", "float32", *other.split())
-    model, prompts, options = calls.pop()
-    assert prompts == [[1, 2]]
+    model, options = calls.pop()
     assert model.lm_head.kernel.dtype == jnp.float32
-    del options["on_tokens"], options["progress"], options["tree"]
     assert options == {
-        "max_new_tokens": 5,
-        "num_drafts": 2,
+        "max_batch": 3,
+        "num_pages": 1,
         "page_size": 16,
-        "prefill_chunk": 7,
-        "stop_tokens": (),
+        "max_len": 7,
+        "speculation": (DraftTree((1, 1)),),
+        "prompt_tokens": 7,
+        "batches": (3,),
         "implementation": "xla",
     }
 
@@ -197,18 +219,24 @@ def test_options_reach_the_generation(call, monkeypatch):
     ("arguments", "message"),
     [
         (["generate", "/no/such/folder", "--prompt", "x"], "/no/such/folder"),
-        (["generate", V3, "--prompt", ""], "prompts[0] is empty"),
-        (["generate", V3, "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0 must be"),
-        (["generate", V3, "--prompt", "x", "--max-new-tokens", "-5"], "max_new_tokens=-5 must be"),
+        (["generate", V3, "--prompt", ""], "prompt is empty"),
+        (["generate", V3, "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0 must be"),
+        (["generate", V3, "--prompt", "x", "--max-new-tokens", "-5"], "--max-new-tokens -5 must be"),
         (["generate", V3, "--prompt", "x", "--max-new-tokens", "ten"], "invalid int value: 'ten'"),
         (["generate", V3, "--prompt", "x", "--max-new-tokens", "5000"], "at most max_position_embeddings=4096"),
-        (["generate", V3, "--prompt", "x", "--page-size", "-1"], "page_size=-1 must be"),
-        (["generate", V3, "--prompt", "x", "--prefill-chunk", "0"], "prefill_chunk=0 must be"),
-        (["generate", V3, "--prompt", "x", "--speculate", "-2"], "num_drafts=-2 must be"),
+        (["generate", V3, "--prompt", "x", "--page-size", "-1"], "--page-size -1 must be"),
+        (["generate", V3, "--prompt", "x", "--prefill-chunk", "0"], "--prefill-chunk 0 must be"),
+        (["generate", V3, "--prompt", "x", "--speculate", "-2"], "--speculate -2 must be"),
+        (["generate", V3, "--prompt", "x", "--max-batch", "0"], "--max-batch 0 must be"),
+        (["generate", V3, "--prompt", "x", "--num-pages", "0"], "--num-pages 0 must be"),
+        (["generate", V3, "--prompt", "x", "--page-size", "1", "--num-pages", "64"], "they need 65 pages"),
+        (["generate", V3, "--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be"),
+        (["generate", V3, "--prompt", "x", "--top-p", "0"], "top_p=0.0 must be"),
+        (["generate", V3, "--prompt", "x", "--seed", "-1"], "seed=-1 must be"),
         (["generate", V2, "--prompt", "x", "--speculate", "3"], "no MTP layer"),
         (["generate", V3, "--prompt", "x", "--speculate", "3", "--tree", "2x1"], "not allowed with argument"),
         (["generate", V3, "--prompt", "x", "--tree", "2x0"], "tree '2x0' must be widths of at least 1 joined by x"),
-        (["generate", V3, "--prompt-ids", "1,258"], "prompts[0] holds token 258, must be 0 to 257"),
+        (["generate", V3, "--prompt-ids", "1,258"], "prompt holds token 258, must be 0 to 257"),
         (["generate", V3, "--prompt-ids", "1,,2"], "--prompt-ids '1,,2' must be comma-separated token ids, as 1,2,3"),
         (["generate", V3, "--prompt-ids=-1,2"], "--prompt-ids '-1,2' must be comma-separated token ids"),
         (["generate", V3, "--prompts-file", "/no/such/file"], "/no/such/file"),

@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-from mla_attn.bench import baseline, model, report
+from mla_attn.bench import baseline, model, report, serve
 from mla_attn.bench.run import default_implementations, run
 from mla_attn.bench.shapes import GRAMMAR, SETS, Shape, parse_lengths, parse_shape
 from mla_attn.cache.pools import POOL_DTYPES
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unroll", action="store_true", help="unroll the chain of calls instead of looping over it")
     add("--seed", type=int, metavar="S", help="of all data (default: a new one)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all there is to FILE, or print it for the table")
-    add("--plot", metavar="FILE", help="draw a roofline picture (needs matplotlib)")
+    add("--plot", metavar="FILE", help="draw a roofline picture, or one of latencies (needs matplotlib)")
+    serve.add_arguments(parser)
     parser.set_defaults(run=main)
 
 
@@ -51,6 +52,8 @@ def main(options: argparse.Namespace) -> int:
         for name, texts in SETS.items():
             print(f"\n{name}:", *texts, sep="\n  ")
         return 0
+    if options.serve is not None:
+        return serve.main(options, _say)
     if options.model:
         return model.main(options, _say)
     if options.plot:

@@ -38,6 +38,13 @@ class DraftTree:
             raise ValueError(f"tree {text!r} must be widths of at least 1 joined by x, as 3x2x1")
         return cls(tuple(map(int, parts)))
 
+    @classmethod
+    def chain(cls, num_drafts: int) -> "DraftTree":
+        """``num_drafts`` drafts one after the other."""
+        if num_drafts < 1:
+            raise ValueError(f"num_drafts={num_drafts} must be at least 1")
+        return cls((1,) * num_drafts)
+
     @property
     def depth(self) -> int:
         """Most drafts that can be accepted."""

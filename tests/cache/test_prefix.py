@@ -1,0 +1,189 @@
+"""The prefix cache: what is found is what was kept, and pages are never lost."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from mla_attn.cache.pages import OutOfPages, PageAllocator
+from mla_attn.cache.prefix import PrefixCache
+
+P = 4
+
+
+@pytest.fixture
+def pages():
+    return PageAllocator(12, P, table_width=6)
+
+
+@pytest.fixture
+def cache(pages):
+    return PrefixCache(pages)
+
+
+def served(pages, cache, name, tokens, **kind):
+    """A request that has run: what it found, and the pages it had."""
+    found = cache.fork(name, tokens[:-1], **kind)
+    pages.grow(name, len(tokens))
+    row = pages.table([name])[0].tolist()
+    cache.keep(name, tokens, **kind)
+    pages.free(name)
+    return found, row[: -(-len(tokens) // P)]
+
+
+def test_full_pages_are_found_by_their_tokens(pages, cache):
+    tokens = list(range(10))
+    assert served(pages, cache, "a", tokens)[0] == 0
+    assert (pages.num_used, cache.num_pages) == (2, 2)
+    found, row = served(pages, cache, "b", tokens)
+    assert (found, row[:2]) == (8, [0, 1])
+    assert served(pages, cache, "c", [*tokens[:7], 99, 8])[0] == 4  # the second page has another token
+    assert served(pages, cache, "d", [99, *tokens[1:]])[0] == 0  # so has the first, and what follows is another text
+    assert served(pages, cache, "e", tokens[:3])[0] == 0
+    assert served(pages, cache, "f", tokens[:5])[0] == 4
+
+
+def test_the_same_page_after_another_beginning_is_another(pages, cache):
+    served(pages, cache, "a", [1] * P + [2] * P + [0])
+    assert served(pages, cache, "b", [2] * P + [2] * P + [0])[0] == 0
+
+
+def test_kinds_are_apart(pages, cache):
+    tokens = list(range(9))
+    served(pages, cache, "a", tokens, kind=True)
+    assert served(pages, cache, "b", tokens, kind=False)[0] == 0
+    assert served(pages, cache, "c", tokens, kind=True)[0] == 8
+
+
+def test_kept_twice_is_held_once(pages, cache):
+    tokens = list(range(9))
+    for name in "abc":
+        served(pages, cache, name, tokens)
+    assert (pages.num_used, cache.num_pages) == (2, 2)
+    # Computed by two requests at a time: one copy is let go when they end.
+    for name in "de":
+        pages.create(name, 17)
+    for name in "de":
+        cache.keep(name, list(range(17)))
+        pages.free(name)
+    assert (pages.num_used, cache.num_pages) == (4, 4)
+
+
+def test_a_running_request_is_shared(pages, cache):
+    pages.create("runs", 9)
+    cache.keep("runs", list(range(9)))
+    assert cache.fork("other", list(range(12))) == 8
+    assert pages.num_shared == 2
+    assert not cache.evict(12)  # both are in use
+    assert (pages.num_free, cache.num_pages, cache.num_idle_pages) == (9, 2, 0)
+    pages.free("runs")
+    pages.free("other")
+    assert cache.evict(12)
+
+
+def test_the_least_recently_used_go_first_and_their_ends_before_their_beginnings(pages, cache):
+    first, second, third = ([n] * 3 * P + [0] for n in (1, 2, 3))
+    for name, tokens in zip("abc", (first, second, third), strict=True):
+        served(pages, cache, name, tokens)
+    assert (pages.num_free, cache.num_pages) == (3, 9)
+    assert served(pages, cache, "d", first)[0] == 3 * P
+    assert (cache.num_idle_pages, cache.evict(13)) == (9, False)
+    assert cache.num_pages == 9  # for what cannot be had, nothing is given
+    assert cache.evict(5)  # two of the second's
+    assert pages.num_free == 5
+    assert [cache.fork(("look", n), t) for n, t in enumerate((first, second, third))] == [3 * P, P, 3 * P]
+    for n in range(3):
+        pages.free(("look", n))
+    assert cache.evict(12)
+    assert (pages.num_free, cache.num_pages) == (12, 0)
+    assert not cache.evict(13)
+
+
+def test_a_common_beginning_outlives_what_follows_it(pages, cache):
+    system = [7] * 2 * P
+    for n, name in enumerate("abc"):
+        served(pages, cache, name, [*system, *[n] * P, 0])
+    assert (pages.num_used, cache.num_pages) == (5, 5)
+    assert cache.evict(10)  # three of five: what follows
+    assert served(pages, cache, "d", [*system, 9])[0] == 2 * P
+
+
+def test_clear(pages, cache):
+    served(pages, cache, "a", list(range(20)))
+    cache.clear()
+    assert (pages.num_free, cache.num_pages) == (12, 0)
+    assert served(pages, cache, "a", list(range(20)))[0] == 0
+
+
+class Machine(RuleBasedStateMachine):
+    """Any order of calls, with what each physical page holds written down: what is found holds the right text."""
+
+    @initialize(num_pages=st.integers(4, 10))
+    def begin(self, num_pages):
+        self.pages = PageAllocator(num_pages, 2, table_width=5)
+        self.cache = PrefixCache(self.pages)
+        self.content = np.full((num_pages, 2), -1)
+        self.live, self.names = {}, iter(range(10**6))
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
+    def start(self, tokens):
+        name = next(self.names)
+        found = self.cache.fork(name, tokens[:-1])
+        assert found % 2 == 0
+        assert found < len(tokens)
+        row = self.pages.table([name])[0]
+        for t in range(found):
+            assert self.content[row[t // 2], t % 2] == tokens[t]
+        try:
+            if not self.cache.evict(-(-len(tokens) // 2) - found // 2):
+                raise OutOfPages(0, 0, 0)
+            self.pages.grow(name, len(tokens))
+        except OutOfPages:
+            self.pages.free(name)
+            return
+        row = self.pages.table([name])[0]
+        for t in range(found, len(tokens)):
+            self.content[row[t // 2], t % 2] = tokens[t]
+        self.live[name] = tokens
+
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def keep(self, data, share):
+        if self.live:
+            name = data.draw(st.sampled_from(sorted(self.live)))
+            self.cache.keep(name, self.live[name][: round(share * len(self.live[name]))])
+
+    @rule(data=st.data())
+    def end(self, data):
+        if self.live:
+            name = data.draw(st.sampled_from(sorted(self.live)))
+            self.pages.free(name)
+            del self.live[name]
+
+    @rule(wanted=st.integers(0, 10))
+    def evict(self, wanted):
+        before, idle = self.pages.num_free, self.cache.num_idle_pages
+        assert self.cache.evict(wanted) == (before + idle >= wanted)
+        assert self.pages.num_free == (max(before, wanted) if before + idle >= wanted else before)
+
+    @invariant()
+    def running_requests_keep_their_rows(self):
+        for name, tokens in self.live.items():
+            row = self.pages.table([name])[0]
+            assert [self.content[row[t // 2], t % 2] for t in range(len(tokens))] == tokens
+
+    @invariant()
+    def counts_agree(self):
+        own = {page for name in self.live for page in self.pages.table([name])[0] if page >= 0}
+        assert max(len(own), self.cache.num_pages) <= self.pages.num_used <= self.pages.num_pages
+
+    def teardown(self):
+        if hasattr(self, "pages"):
+            for name in self.live:
+                self.pages.free(name)
+            self.cache.clear()
+            assert self.pages.num_used == self.cache.num_pages == 0
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -1,0 +1,590 @@
+"""The engine: what it answers, whoever else it serves and however short pages are."""
+
+import asyncio
+import collections
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints import V2, V3
+from mla_attn.engine import Engine, Output, QueueFull, SamplingParams
+from mla_attn.models import load_checkpoint
+from mla_attn.speculative import DraftTree
+from recorder import programs_kept
+from traffic import CHAIN, KINDS, MAX_LEN, TREE, check_tokens, logits_of, small_engine, small_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """One engine for all tests that leave it idle."""
+    engine = small_engine()
+    engine.warm_up(progress=False)
+    return engine
+
+
+@pytest.fixture
+def engine(warm):
+    yield warm
+    assert_idle(warm)
+
+
+def assert_idle(engine):
+    """Nothing is left of any request but what the prefix cache keeps."""
+    assert not engine.busy
+    assert engine.step() == []
+    statistics = engine.statistics
+    assert (statistics.waiting, statistics.running) == (0, 0)
+    assert statistics.pages_used == 0
+    engine._prefixes.clear()
+    assert engine.statistics.pages_idle == 0
+
+
+def collect(outputs, into=None):
+    """Tokens and finish reason of each request; nothing comes after a reason."""
+    found = into if into is not None else {}
+    for output in outputs:
+        tokens, reason = found.get(output.request_id, ([], None))
+        assert reason is None
+        found[output.request_id] = (tokens + output.tokens, output.finish_reason)
+    return found
+
+
+def serve(engine, prompt, **params):
+    """Tokens of one request."""
+    name = engine.add_request(prompt, SamplingParams(**params))
+    tokens, reason = collect(engine.run())[name]
+    assert reason in ("stop", "length")
+    return tokens
+
+
+def some_prompt(rng, least=1, most=20):
+    return rng.integers(13, size=rng.integers(least, most, endpoint=True)).tolist()
+
+
+# What is answered.
+
+
+@pytest.mark.slow
+def test_a_trained_checkpoint():
+    """The fixture's greedy tokens from requests of all kinds, side by side; the same draws with drafts as without."""
+    stored, chain, tree = np.load(V3 / "expected.npz"), DraftTree.chain(3), DraftTree((3, 2))
+    model = load_checkpoint(V3, dtype=jnp.float32)
+    engine = Engine(
+        model, max_batch=4, num_pages=60, page_size=16, max_len=364, speculation=(chain, tree), prompt_tokens=64,
+        batches=(4,),
+    )  # fmt: skip
+    engine.warm_up(progress=False)
+    made = {}
+    for kind in (None, chain, tree):
+        for i in range(4):
+            params = SamplingParams(max_new_tokens=64, speculation=kind)
+            made[engine.add_request(stored[f"prompt_{i}"].tolist(), params)] = i
+        params = SamplingParams(max_new_tokens=48, temperature=0.8, top_p=0.95, seed=5, speculation=kind)
+        made[engine.add_request(stored["prompt_0"].tolist(), params)] = "drawn"
+    found = collect(engine.run())
+    drawn = [found[name][0] for name, what in made.items() if what == "drawn"]
+    assert drawn[0] == drawn[1] == drawn[2] != found[0][0][:48]
+    for name, what in made.items():
+        if what != "drawn":
+            assert found[name] == (stored[f"greedy_{what}"].tolist(), "length")
+    statistics = engine.statistics
+    assert statistics.acceptance_length > 1.7
+    assert statistics.compiles_after_warm_up == 0
+    assert statistics.new_tokens == 12 * 64 + 3 * 48
+    assert statistics.reused_tokens > 300  # each prompt came three times, of which twice for drafting
+    assert 0 < statistics.inter_token_time < statistics.time_to_first_token < statistics.step_seconds
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 2.0, "top_k": 4, "top_p": 0.8, "seed": 2**32 - 1}],
+    ids=["greedy", "drawn", "narrowed"],
+)
+def test_tokens(engine, kind, params):
+    rng = np.random.default_rng(0)
+    wanted = {}
+    for _ in range(6):
+        prompt, options = some_prompt(rng), SamplingParams(max_new_tokens=20, speculation=kind, **params)
+        wanted[engine.add_request(prompt, options)] = (prompt, options)
+    for name, (tokens, reason) in collect(engine.run()).items():
+        assert (len(tokens), reason) == (20, "length")
+        check_tokens(engine.model, wanted[name][0], tokens, wanted[name][1])
+
+
+def test_the_judge_notices(engine):
+    """check_tokens refuses a text with one other token in it."""
+    prompt = [1, 2, 3]
+    for params in (SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12, temperature=1.0, top_k=5)):
+        tokens = serve(engine, prompt, **dataclasses.asdict(params))
+        check_tokens(engine.model, prompt, tokens, params)
+        for at in range(12):
+            other = [*tokens[:at], (tokens[at] + 1) % 13, *tokens[at + 1 :]]
+            with pytest.raises(AssertionError, match="token"):
+                check_tokens(engine.model, prompt, other, params)
+
+
+def test_one_prompt_many_times(engine):
+    """Alone, beside others, and found in the cache: the same tokens; full pages are computed once."""
+    prompt = [5, 1, 4, 4, 9, 2, 6, 8, 11, 0, 3, 7, 7]
+    for params in ({}, {"temperature": 1.0, "seed": 3}):
+        alone = serve(engine, prompt, max_new_tokens=12, **params)
+        before = engine.statistics
+        for _ in range(5):
+            engine.add_request(prompt, SamplingParams(max_new_tokens=12, **params))
+        assert {tuple(tokens) for tokens, _ in collect(engine.run()).values()} == {tuple(alone)}
+        after = engine.statistics
+        assert after.reused_tokens - before.reused_tokens == 5 * 12
+        assert after.prompt_tokens - before.prompt_tokens == 5
+    assert len({tuple(serve(engine, prompt, max_new_tokens=12, temperature=1.0, seed=s)) for s in range(5)}) > 1
+
+
+def test_without_a_prefix_cache():
+    engine, prompt = small_engine(prefix_cache=False), [1] * 9
+    assert serve(engine, prompt, max_new_tokens=4) == serve(engine, prompt, max_new_tokens=4)
+    statistics = engine.statistics
+    assert (statistics.reused_tokens, statistics.pages_idle, statistics.prompt_tokens) == (0, 0, 18)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "chain", "tree"])
+def test_stop_tokens(engine, kind):
+    text = serve(engine, [3, 1, 2], max_new_tokens=24, temperature=1.5, seed=1)
+    for stop in {text[0], text[5], text[11]}:
+        name = engine.add_request(
+            [3, 1, 2],
+            SamplingParams(max_new_tokens=24, temperature=1.5, seed=1, stop_tokens=(stop, 99), speculation=kind),
+        )
+        assert collect(engine.run())[name] == (text[: text.index(stop) + 1], "stop")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("length", [1, MAX_LEN - 9, MAX_LEN - 1])
+def test_c17_up_to_the_longest(engine, kind, length):
+    """Up to max_len exactly, drafts past it included; neighbours keep their pages and their tokens."""
+    rng = np.random.default_rng(length)
+    prompt, neighbour = rng.integers(13, size=length).tolist(), rng.integers(13, size=9).tolist()
+    params = SamplingParams(max_new_tokens=MAX_LEN - length, speculation=kind)
+    beside = SamplingParams(max_new_tokens=MAX_LEN - 9, speculation=kind)
+    names = [engine.add_request(neighbour, beside), engine.add_request(prompt, params)]
+    found = collect(engine.run())
+    for name, (text, options) in zip(names, ((neighbour, beside), (prompt, params)), strict=True):
+        tokens, reason = found[name]
+        assert (len(text) + len(tokens), reason) == (MAX_LEN, "length")
+        check_tokens(engine.model, text, tokens, options)
+
+
+def test_acceptance_is_counted_as_emitted(engine):
+    before = engine.statistics
+    outputs = []
+    name = engine.add_request([1, 2, 3], SamplingParams(max_new_tokens=30, speculation=CHAIN), on_output=outputs.append)
+    collect(engine.run())
+    after = engine.statistics
+    assert after.target_steps - before.target_steps in (len(outputs) - 1, len(outputs))  # one may be launched in vain
+    assert all(1 <= len(o.tokens) <= 3 for o in outputs)
+    assert {o.request_id for o in outputs} == {name}
+    assert after.new_tokens - before.new_tokens == sum(len(o.tokens) for o in outputs) == 30
+
+
+@pytest.mark.slow
+def test_speculation_leaves_the_distribution_unchanged():
+    """Two tokens after a prompt, of many seeds, against the model's own probabilities: chi-square, vocabulary of 3."""
+    model, prompt, temperature, count = small_model(3), [0, 2, 1], 20.0, 600
+    engine = small_engine(model, batches=(4,))
+
+    def probabilities(tokens):
+        scores = logits_of(model, tokens)[-1].astype(float) / temperature
+        return np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+
+    first = probabilities(prompt)
+    wanted = np.array([first[a] * probabilities([*prompt, a]) for a in range(3)]).ravel()
+    assert wanted.min() > 0.005
+    for kind in (CHAIN, TREE):
+        made = [
+            engine.add_request(
+                prompt, SamplingParams(max_new_tokens=3, temperature=temperature, seed=seed, speculation=kind)
+            )
+            for seed in range(count)
+        ]
+        found = collect(engine.run())
+        counts = np.bincount([3 * found[name][0][0] + found[name][0][1] for name in made], minlength=9)
+        # 8 degrees of freedom: a right sampler exceeds 31.8 once in 10,000.
+        assert ((counts - count * wanted) ** 2 / (count * wanted)).sum() < 31.8
+    assert engine.statistics.acceptance_length > 1.1
+
+
+# Traffic.
+
+
+@pytest.mark.slow
+def test_five_hundred_requests(caplog):
+    """Lengths, arrivals, cancellations, common beginnings, too few pages, all kinds of speculation and sampling, and
+    callbacks that raise."""
+    caplog.set_level(logging.CRITICAL)
+    engine, rng = small_engine(max_waiting=500), np.random.default_rng(0)
+    engine.warm_up(progress=False)
+    beginnings = [some_prompt(rng, 12, 20) for _ in range(3)]
+    requests, found, to_cancel, sizes = {}, {}, {}, []
+
+    def raising(output):
+        raise RuntimeError("as planned")
+
+    def add(number):
+        prompt = some_prompt(rng, 1, 12)
+        if rng.random() < 0.4:
+            prompt = beginnings[rng.integers(3)] + prompt
+        params = SamplingParams(
+            max_new_tokens=int(rng.integers(1, min(20, MAX_LEN - len(prompt)), endpoint=True)),
+            stop_tokens=(int(rng.integers(13)),) if rng.random() < 0.3 else (),
+            temperature=float(rng.choice([0.0, 0.7, 1.5])),
+            top_k=int(rng.choice([0, 0, 3])),
+            top_p=float(rng.choice([1.0, 1.0, 0.8])),
+            seed=number,
+            speculation=KINDS[rng.integers(3)],
+        )
+        bad = rng.random() < 0.05
+        name = engine.add_request(prompt, params, on_output=raising if bad else None)
+        requests[name] = (prompt, params, bad)
+        if rng.random() < 0.1:
+            to_cancel[name] = int(rng.integers(30))
+
+    number = 0
+    while number < 500 or engine.busy:
+        for _ in range(rng.poisson(0.5)):
+            if number < 500:
+                add(number)
+                number += 1
+        for name in list(to_cancel):
+            to_cancel[name] -= 1
+            if to_cancel[name] < 0:
+                del to_cancel[name]
+                engine.cancel(name)
+        collect(engine.step(), found)
+        sizes.append((number, sum(a.nbytes for a in jax.live_arrays())))
+
+    statistics = engine.statistics  # before the judge compiles programs of its own
+    reasons = collections.Counter()
+    for name, (prompt, params, bad) in requests.items():
+        tokens, reason = found[name]
+        reasons[reason] += 1
+        check_tokens(engine.model, prompt, tokens, params)
+        assert tokens[:-1] == [t for t in tokens[:-1] if t not in params.stop_tokens]
+        if reason == "length":
+            assert len(tokens) == params.max_new_tokens
+        if reason == "stop":
+            assert tokens[-1] in params.stop_tokens
+        if reason == "error":
+            assert bad
+    assert sum(reasons.values()) == 500
+    assert min(reasons[r] for r in ("length", "stop", "cancelled", "error")) > 5
+    assert reasons["length"] + reasons["stop"] == statistics.finished
+    assert (statistics.cancelled, statistics.failed) == (reasons["cancelled"], reasons["error"])
+    assert statistics.preemptions > 10
+    assert statistics.reused_tokens > 1000
+    assert statistics.compiles_after_warm_up == 0
+    early, late = (max(size for n, size in sizes if low <= n <= high) for low, high in ((50, 150), (400, 500)))
+    assert late <= 1.02 * early
+    assert_idle(engine)
+
+
+def test_preempted_requests_go_on_where_they_were(engine):
+    """Pages for one and a half: the youngest gives way, and its text is that of its run alone."""
+    rng, wanted, before = np.random.default_rng(3), {}, engine.statistics.preemptions
+    for kind in (*KINDS, None):
+        prompt, params = some_prompt(rng, 8, 12), SamplingParams(max_new_tokens=30, speculation=kind, seed=4)
+        params = dataclasses.replace(params, temperature=0.0 if kind is None else 1.0)
+        wanted[engine.add_request(prompt, params)] = (prompt, params)
+    found = collect(engine.run())
+    assert engine.statistics.preemptions > before
+    for name, (prompt, params) in wanted.items():
+        assert len(found[name][0]) == 30
+        check_tokens(engine.model, prompt, found[name][0], params)
+        assert found[name][0] == serve(engine, prompt, **vars(params))
+    assert next(iter(found)) == min(wanted)  # the oldest never waits for a younger one
+
+
+def test_c16_placeholder_drafts(engine):
+    """Drafts that are not there are never accepted, nor emitted; a step then gives the target's own token."""
+    wanted = serve(engine, [3, 1, 2], max_new_tokens=12)
+    outputs, launch = [], engine._launch_tokens
+    engine._launch_tokens = lambda kind, requests: (forget_drafts(engine), launch(kind, requests))
+    try:
+        engine.add_request([3, 1, 2], SamplingParams(max_new_tokens=12, speculation=TREE), on_output=outputs.append)
+        collect(engine.run())
+    finally:
+        del engine._launch_tokens
+    assert [token for o in outputs for token in o.tokens] == wanted
+    assert all(len(o.tokens) == 1 for o in outputs)  # the second level was drafted, but nobody gets there
+
+
+def forget_drafts(engine):
+    pool, slots = engine._device
+    engine._device = pool, slots | {"drafts": np.full_like(slots["drafts"], -1)}
+
+
+def test_pages_for_all_are_enough_for_all(engine):
+    """Pages for exactly what each request may need: all run side by side, none is preempted."""
+    before = engine.statistics
+    for n in range(4):  # 18 pages in all: 2 + 4 + 6 + 6
+        engine.add_request([n] * (3, 10, 18, 21)[n], SamplingParams(max_new_tokens=(5, 6, 6, 3)[n], speculation=None))
+    running = []
+    while engine.busy:
+        engine.step()
+        running.append(engine.statistics.running)
+    assert max(running) == 4
+    assert engine.statistics.preemptions == before.preemptions
+
+
+def test_prompts_in_parts_do_not_hold_up_others(engine):
+    """A prompt of three parts arrives while another request decodes: that one gets a token at every step."""
+    first = engine.add_request([1, 2], SamplingParams(max_new_tokens=30))
+    while not collect(engine.step()):
+        pass
+    late = engine.add_request([3] * 44, SamplingParams(max_new_tokens=2))
+    steps = []
+    while engine.busy:
+        steps.append({o.request_id for o in engine.step()})
+        if late in steps[-1]:
+            break
+    assert len(steps) >= 3
+    assert all(first in step for step in steps)
+    collect(engine.run())
+
+
+def test_a_full_queue_refuses():
+    engine = small_engine(max_waiting=2)
+    for _ in range(2):
+        engine.add_request([1], SamplingParams(max_new_tokens=1))
+    with pytest.raises(QueueFull, match="2 requests wait, at most max_waiting=2 may"):
+        engine.add_request([1], SamplingParams(max_new_tokens=1))
+    assert len(collect(engine.run())) == 2
+    engine.add_request([1], SamplingParams(max_new_tokens=1))
+    assert len(collect(engine.run())) == 1
+
+
+def test_cancel(engine):
+    params = SamplingParams(max_new_tokens=30, speculation=CHAIN)
+    names = [engine.add_request([n, 2, 3], params) for n in range(6)]
+    found = collect(engine.step())
+    collect(engine.step(), found)
+    # One that runs, one that waits, one that has not been looked at.
+    names.append(engine.add_request([9], params))
+    cancelled = (names[0], names[5], names[6])
+    assert all(engine.cancel(name) for name in cancelled)
+    collect(engine.run(), found)
+    for name in names:
+        assert found[name][1] == ("cancelled" if name in cancelled else "length")
+        check_tokens(
+            engine.model,
+            [*range(6), 9][name - names[0] : name - names[0] + 1] + ([2, 3] if name != names[6] else []),
+            found[name][0],
+            params,
+        )
+    assert not engine.cancel(names[0])
+    assert not engine.cancel(12345678)
+
+
+def test_a_callback_that_raises_harms_no_other(engine, caplog):
+    def raise_at(count):
+        seen = []
+
+        def callback(output):
+            seen.append(output)
+            if len(seen) == count:
+                raise ValueError("no more")
+
+        return callback
+
+    params = SamplingParams(max_new_tokens=8)
+    good = engine.add_request([1], params)
+    bad = [engine.add_request([1], params, on_output=raise_at(n)) for n in (1, 3)]
+    last = engine.add_request([1], params, on_output=raise_at(8))  # at the last token: there is nothing left to end
+    outputs = list(engine.run())
+    found = collect(outputs)
+    assert [found[name][1] for name in (good, *bad, last)] == ["length", "error", "error", "length"]
+    assert [len(found[name][0]) for name in bad] == [1, 3]
+    errors = [o.error for o in outputs if o.error is not None]
+    assert [str(error) for error in errors] == ["no more", "no more"]
+    assert [record.exc_info[1].args for record in caplog.records] == [("no more",)] * 3
+
+
+def test_a_callback_may_add_and_cancel_but_not_step(engine, caplog):
+    added = []
+
+    def callback(output):
+        if not added:
+            added.append(engine.add_request([2], SamplingParams(max_new_tokens=3)))
+            engine.cancel(output.request_id)
+
+    name = engine.add_request([1], SamplingParams(max_new_tokens=30), on_output=callback)
+    found = collect(engine.run())
+    assert found[name][1] == "cancelled"
+    assert len(found[added[0]][0]) == 3
+    name = engine.add_request([1], SamplingParams(max_new_tokens=30), on_output=lambda _: engine.step())
+    assert collect(engine.run())[name][1] == "error"
+    assert "called from a callback" in caplog.text
+
+
+# Streams.
+
+
+def test_streams(engine):
+    """Several at a time, one left early; the engine is driven by whoever waits."""
+    params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=n, speculation=KINDS[n]) for n in range(3)]
+    wanted = [serve(engine, [4, 2], **vars(p)) for p in params]
+
+    async def read(p, count=None):
+        tokens, stream = [], engine.stream([4, 2], p)
+        async for new in stream:
+            tokens += new
+            if count is not None and len(tokens) >= count:
+                await stream.aclose()
+        return tokens
+
+    async def main():
+        return await asyncio.gather(*(read(p) for p in params), read(params[0], count=4))
+
+    before = engine.statistics.cancelled
+    for _ in range(2):  # another event loop each time
+        *whole, part = asyncio.run(main())
+        assert whole == wanted
+        assert part == wanted[0][: len(part)]
+    collect(engine.run())
+    assert engine.statistics.cancelled == before + 2
+
+
+def test_a_stream_raises_what_the_step_raises(monkeypatch):
+    engine = small_engine()
+
+    def broken():
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(engine, "step", broken)
+
+    async def main():
+        async for _ in engine.stream([1], SamplingParams(max_new_tokens=4)):
+            pass
+
+    with pytest.raises(OSError, match="the device is gone"):
+        asyncio.run(main())
+    with pytest.raises(ValueError, match="prompt is empty"):
+        asyncio.run(anext(engine.stream([])))
+
+
+# The device's side.
+
+
+def test_c09_an_idle_engine_launches_nothing(engine):
+    serve(engine, [1, 2, 3], max_new_tokens=3)
+    pool, slots = engine._device
+    before, steps = np.asarray(pool.data), engine.statistics.steps
+    for _ in range(3):
+        assert engine.step() == []
+    assert engine.statistics.steps == steps
+    assert engine._device[0] is pool
+    np.testing.assert_array_equal(np.asarray(engine._device[0].data), before)
+    assert slots["tokens"].shape == (4,)
+
+
+@pytest.mark.slow
+def test_c22_programs_write_in_place():
+    """Pool and slots are aliased in every program, and scratch does not grow with the pool."""
+    temps = []
+    for num_pages in (18, 4000):
+        engine = small_engine(num_pages=num_pages)
+        engine.warm_up(progress=False)
+        pool = engine._device[0].data.nbytes
+        own = pool + sum(array.nbytes for array in engine._device[1].values())
+        found = []
+        for bucket in engine._all_buckets():
+            for program in bucket._programs.values():
+                memory = program.memory_analysis()
+                assert own <= memory.alias_size_in_bytes <= own + 4096
+                found.append(memory.temp_size_in_bytes)
+        temps.append(found)
+    assert temps[0] == temps[1]
+    assert max(temps[1]) < pool / 2
+
+
+def test_steps_do_not_wait_for_the_tokens_of_the_one_before(engine, monkeypatch):
+    """What a step reads was launched before it: the device has work while the host hands out tokens."""
+    order, launch, emit = [], engine._launch_tokens, engine._emit
+    monkeypatch.setattr(engine, "_launch_tokens", lambda *a: (order.append("launch"), launch(*a))[1])
+    monkeypatch.setattr(engine, "_emit", lambda *a: (order.append("token"), emit(*a))[1])
+    engine.add_request([1], SamplingParams(max_new_tokens=6))
+    collect(engine.run())
+    # The prompt's token is still on the device when the second is made of it, and so on.
+    assert order == ["launch", "launch", "token", "token", *["launch", "token"] * 3, "token"]
+
+
+# Wrong calls.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, "max_batch=0 must be at least 1"),
+        ({"num_pages": 0}, "num_pages=0 must be at least 1"),
+        ({"page_size": -1}, "page_size=-1 must be at least 1"),
+        ({"prompt_tokens": 0}, "prompt_tokens=0 must be at least 1"),
+        ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
+        ({"max_len": 5000}, "max_len=5000 must be at least 1 and at most max_position_embeddings=4096"),
+        ({"batches": (1, 2)}, r"batches=\(1, 2\) must be at least 1, the largest at least max_batch=4"),
+    ],
+)
+def test_wrong_engines(options, message):
+    with pytest.raises(ValueError, match=message):
+        small_engine(**options)
+
+
+def test_a_model_without_draft_layer():
+    with pytest.raises(ValueError, match="no MTP layer"):
+        small_engine(load_checkpoint(V2, dtype=jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([1, 13], {}, "prompt holds token 13, must be 0 to 12"),
+        ([-1], {}, "prompt holds token -1"),
+        ([1] * 40, {"max_new_tokens": 9}, "prompt has 40 tokens and max_new_tokens=9: together they must be at most"),
+        ([1], {"max_new_tokens": 5, "speculation": DraftTree.chain(4)}, r"widths \(1, 1, 1, 1\) must be one of the"),
+    ],
+)
+def test_wrong_requests(engine, prompt, params, message):
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, SamplingParams(**params))
+
+
+def test_a_request_that_could_never_run():
+    with pytest.raises(ValueError, match="they need 12 pages, must be at most num_pages=11"):
+        small_engine(num_pages=11).add_request([1] * 40, SamplingParams(max_new_tokens=8))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
+     {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}, {"seed": 2**32}],
+)  # fmt: skip
+def test_wrong_params(params):
+    ((name, value),) = params.items()
+    with pytest.raises(ValueError, match=f"{name}={value} must be"):
+        SamplingParams(**params)
+
+
+def test_output_is_what_callbacks_see(engine):
+    seen = []
+    engine.add_request([1, 2], SamplingParams(max_new_tokens=4), on_output=seen.append)
+    assert list(engine.run()) == seen
+    assert [type(o) for o in seen] == [Output] * 4
+    assert [o.finish_reason for o in seen] == [None, None, None, "length"]

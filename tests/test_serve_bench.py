@@ -1,0 +1,269 @@
+"""``mla-attn bench --serve``: the trace is what was asked for, the clock is read right, and all requests are served."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from checkpoints import V3
+from mla_attn.bench import serve
+from mla_attn.bench.serve import Record, percentiles, replay
+from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
+from mla_attn.cli import main
+from mla_attn.engine import Engine
+from mla_attn.requests import EngineStatistics, Output, SamplingParams
+from recorder import programs_kept
+
+LOAD = Load(requests=400, rate=20.0, prompt_tokens=40, new_tokens=10, spread=0.6, shared_prefix=24, shared_share=0.3)
+
+
+def trace(load=LOAD, max_len=150, **changes):
+    return make_trace(dataclasses.replace(load, **changes), vocab_size=100, max_len=max_len)
+
+
+# The trace
+
+
+def test_a_trace_follows_from_its_seed():
+    assert trace() == trace()
+    assert trace(seed=1)[0].prompt != trace()[0].prompt
+
+
+def test_the_rate_moves_arrivals_alone():
+    slow, fast, at_once = trace(rate=20.0), trace(rate=40.0), trace(rate=math.inf)
+    assert [(r.prompt, r.new_tokens) for r in slow] == [(r.prompt, r.new_tokens) for r in at_once]
+    np.testing.assert_allclose([r.arrival for r in slow], [2 * r.arrival for r in fast])
+    assert {r.arrival for r in at_once} == {0.0}
+
+
+def test_arrivals_are_a_poisson_process():
+    arrivals = [r.arrival for r in trace(requests=4000, prompt_tokens=1, new_tokens=1, shared_prefix=0)]
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0 and (gaps >= 0).all()
+    assert np.mean(gaps) == pytest.approx(1 / 20, rel=0.06) and np.std(gaps) == pytest.approx(1 / 20, rel=0.1)
+
+
+def test_lengths_have_the_means_asked_for():
+    requests = trace(requests=4000, shared_prefix=0, max_len=5000)
+    for lengths, mean in (([len(r.prompt) for r in requests], 40), ([r.new_tokens for r in requests], 10)):
+        assert np.mean(lengths) == pytest.approx(mean, rel=0.05)
+        assert np.std(np.log(lengths)) == pytest.approx(0.6, rel=0.1)
+    assert {(len(r.prompt), r.new_tokens) for r in trace(spread=0.0, shared_share=0.0)} == {(40, 10)}
+
+
+def test_lengths_stay_within_the_limit():
+    requests = trace(spread=2.0, max_len=80)
+    totals = [len(r.prompt) + r.new_tokens for r in requests]
+    assert max(totals) == 80 and min(r.new_tokens for r in requests) == 1
+    assert min(len(r.prompt) - (0 if r.prefix is None else 24) for r in requests) == 1
+    assert max(len(r.prompt) for r in requests) == 80 - 10  # room for the mean of new tokens
+
+
+def test_common_prefixes():
+    requests = trace()
+    shared = [r for r in requests if r.prefix is not None]
+    assert len(shared) / len(requests) == pytest.approx(0.3, abs=0.07)
+    assert {r.prefix for r in shared} == set(range(COMMON_PREFIXES))
+    assert len({(r.prefix, r.prompt[:24]) for r in shared}) == len({r.prompt[:24] for r in shared}) == COMMON_PREFIXES
+    assert len({r.prompt for r in requests}) == len(requests)
+    assert {token for r in requests for token in r.prompt} == set(range(100))
+    assert {r.prefix for r in trace(shared_prefix=0, shared_share=1.0)} == {None}
+
+
+# The replay
+
+
+class FakeEngine(Engine):
+    """Gives every request a token a step, two from its second on; a step takes 0.1 s, and ``add_request`` no time."""
+
+    def __init__(self, clock):
+        self.clock, self.requests, self.added = clock, [], []
+
+    @property
+    def busy(self):
+        return bool(self.requests)
+
+    def add_request(self, prompt, params=None, *, on_output=None):
+        self.added.append((self.clock.now, params))
+        self.requests.append([params.max_new_tokens, on_output, 1])
+        return len(self.added)
+
+    def step(self):
+        self.clock.now += 0.1
+        outputs = []
+        for request in self.requests:
+            left, on_output, count = request
+            new = min(left, count)
+            outputs.append(Output(0, [0] * new, "length" if new == left else None))
+            on_output(outputs[-1])
+            request[:] = left - new, on_output, 2
+        self.requests = [r for r in self.requests if r[0]]
+        return outputs
+
+    @property
+    def statistics(self):
+        figures = dict.fromkeys((f.name for f in dataclasses.fields(EngineStatistics)), 0)
+        return EngineStatistics(**figures | {"running": len(self.requests), "pages_used": 7 * len(self.requests)})
+
+
+class Clock:
+    """Stands in for ``time``: sleeping takes no time."""
+
+    now, slept = 100.0, 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        assert 0 < seconds <= 0.01
+        self.now += seconds
+        self.slept += seconds
+
+
+def test_replay_measures_from_the_arrival(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(serve, "time", clock)
+    engine = FakeEngine(clock)
+    requests = [Request(at, (1, 2), new, None) for at, new in ((0.0, 4), (0.05, 1), (1.0, 2))]
+    found = replay(engine, requests, SamplingParams(seed=2**32 - 1, temperature=0.5), progress=False)
+
+    # The second arrives during the first step; before the third the engine is idle.
+    at, params = zip(*engine.added, strict=True)
+    assert at == pytest.approx([100.0, 100.1, 101.0])
+    assert [p.seed for p in params] == [2**32 - 1, 0, 1]
+    assert {(p.temperature, p.stop_tokens) for p in params} == {(0.5, ())}
+    first, second, third = found.records
+    assert (first.time_to_first_token, first.latency) == pytest.approx((0.1, 0.3))
+    assert first.time_per_token == pytest.approx(0.2 / 3)
+    assert (second.time_to_first_token, second.latency) == pytest.approx((0.15, 0.15))  # waited 0.05 to be added
+    assert second.time_per_token is None
+    assert (third.time_to_first_token, third.latency) == pytest.approx((0.1, 0.2))
+    assert all(record.served for record in found.records)
+    assert found.duration == pytest.approx(1.2) and clock.slept == pytest.approx(0.7)
+    assert [running for _, running, _ in found.timeline] == [1, 1, 0, 1, 0] and found.most_pages == 7
+
+    summary = serve.summarize(found)
+    assert (summary["prompt_tokens"], summary["new_tokens"], summary["served"]) == (6, 7, 3)
+    assert summary["output_tokens_per_second"] == pytest.approx(7 / 1.2)
+    assert summary["total_tokens_per_second"] == pytest.approx(13 / 1.2)
+    assert summary["acceptance_length"] == pytest.approx((3 + 0 + 1) / (2 + 0 + 1))
+
+
+def test_percentiles_are_those_of_numpy():
+    drawn = np.random.default_rng(0).exponential(size=41)
+    records = [Record(arrival=i, prompt_tokens=1, asked=2, first=i + x) for i, x in enumerate(drawn.tolist())]
+    records.insert(5, Record(arrival=0.0, prompt_tokens=1, asked=2))  # got nothing
+    found = percentiles([record.time_to_first_token for record in records])
+    assert list(found) == ["p50", "p90", "p99"]
+    np.testing.assert_allclose(list(found.values()), np.percentile(drawn, [50, 90, 99]))
+    assert percentiles([None]) is None
+
+
+def test_a_request_cut_short_is_not_served():
+    record = Record(arrival=0.0, prompt_tokens=1, asked=3)
+    record.add(Output(0, [5, 6]), 0.1)
+    record.add(Output(0, [], "cancelled"), 0.2)
+    assert not record.served and record.last == 0.1
+    record.add(Output(0, [7], "length"), 0.3)
+    assert record.served
+
+
+# The command
+
+SMALL = ["--dtype", "float32", "--max-batch", "2", "--page-size", "8", "--step-prompt-tokens", "32", "--max-len", "64"]
+ASKED = ["--requests", "7", "--prompt-tokens", "12", "--new-tokens", "5", "--shared-prefix", "16", "--seed", "3"]
+
+
+def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
+    options = [*SMALL, *ASKED, "--rate", "50", "--json", str(data), "--plot", str(picture)]
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        assert main(["bench", "--serve", str(V3), *options]) == 0
+    found = json.loads(data.read_text())
+    load = Load(requests=7, rate=50.0, prompt_tokens=12, new_tokens=5, shared_prefix=16, seed=3)
+    asked = make_trace(load, vocab_size=258, max_len=64)
+    for record, request in zip(found["records"], asked, strict=True):
+        assert (record["arrival"], record["prompt_tokens"]) == (request.arrival, len(request.prompt))
+        assert record["asked"] == record["new_tokens"] == record["outputs"] == request.new_tokens
+        assert request.arrival < record["first"] <= record["last"] <= found["summary"]["duration"]
+    summary, configuration = found["summary"], found["configuration"]
+    assert (summary["served"], summary["compiles_after_warm_up"], summary["preemptions"]) == (7, 0, 0)
+    assert summary["new_tokens"] == sum(r.new_tokens for r in asked) and summary["acceptance_length"] == 1
+    repeated = sum(r.prefix is not None for r in asked) - len({r.prefix for r in asked} - {None})
+    assert 0 < summary["prefix_share"] <= 16 * repeated / summary["prompt_tokens"]
+    assert 0 < summary["most_pages"] <= configuration["num_pages"] == 2 * 8
+    assert max(running for _, running, _ in found["timeline"]) <= 2 and summary["steps"] <= len(found["timeline"])
+    for name in ("time_to_first_token", "time_per_output_token", "latency"):
+        assert 0 < summary[name]["p50"] <= summary[name]["p90"] <= summary[name]["p99"] <= summary["duration"]
+    assert found["machine"]["jax"] and configuration["rate"] == 50.0 and configuration["tree"] is None
+    assert serve.table(found) + "\n" == capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_engine_is_made_as_asked(monkeypatch):
+    class Made(Exception):
+        pass
+
+    def engine(model, **options):
+        raise Made(options)
+
+    monkeypatch.setattr(serve, "Engine", engine)
+
+    def made(*options):
+        with pytest.raises(Made) as caught:
+            main(["bench", "--serve", str(V3), *options])
+        return caught.value.args[0]
+
+    options = made(*SMALL, *ASKED, "--speculate", "2", "--implementation", "xla")
+    assert [tree.widths for tree in options["speculation"]] == [(1, 1)]
+    assert (options["max_batch"], options["page_size"], options["num_pages"]) == (2, 8, 2 * 8)
+    assert (options["max_len"], options["prompt_tokens"], options["max_waiting"]) == (64, 32, 7)
+    assert options["implementation"] == "xla"
+    options = made(*ASKED, "--tree", "3x2", "--num-pages", "2", "--page-size", "40")
+    assert [tree.widths for tree in options["speculation"]] == [(3, 2)]
+    assert (options["max_len"], options["num_pages"]) == (80, 2)
+    options = made(*ASKED)
+    assert (options["max_len"], options["num_pages"], options["speculation"]) == (16 + 4 * 17, 8 * 2, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "requests=0 must be at least 1"),
+        (["--rate", "0"], "rate=0.0 must be above 0"),
+        (["--rate", "nan"], "rate=nan must be above 0"),
+        (["--prompt-tokens", "0"], "prompt_tokens=0 must be at least 1"),
+        (["--new-tokens", "0"], "new_tokens=0 must be at least 1"),
+        (["--spread", "-1"], "spread=-1.0 must be at least 0 and finite"),
+        (["--shared-prefix", "-1"], "shared_prefix=-1 must be at least 0"),
+        (["--shared-share", "1.5"], "shared_share=1.5 must be 0 to 1"),
+        (["--seed", "-1"], "seed=-1 must be at least 0"),
+        (["--max-batch", "0"], "max_batch=0 must be at least 1"),
+        (["--num-pages", "0"], "num_pages=0 must be at least 1"),
+        (["--step-prompt-tokens", "0"], "step_prompt_tokens=0 must be at least 1"),
+        (["--max-len", "5000"], "max_len=5000 must be at most 4096"),
+        (["--num-pages", "2", "--max-len", "129"], "max_len=129 must be at most 128"),
+        (
+            ["--prompt-tokens", "4096"],
+            "prompt_tokens=4096 and new_tokens=64 are 4160 together, must be at most max_len",
+        ),
+        (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+        (["--speculate", "-1"], "speculate=-1 must be at least 0"),
+        (["--tree", "3x0"], "tree '3x0' must be widths"),
+        (["--implementation", "xla,reference"], "implementation='xla,reference' must be one of"),
+        (["--serve", "nowhere"], "serve='nowhere' must be a folder or one of v2-lite, v3-4-layers"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message):
+    assert main(["bench", "--serve", str(V3), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(serve.report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(serve, "_model", None)
+    assert main(["bench", "--serve", str(V3), "--plot", "picture.png"]) == 2
+    assert "pip install 'mla-attn[bench]'" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""A small random model, and what its engine must answer: every token is judged by one prefill of the whole text.
+
+Nothing of the engine takes part in the judgement: no page, no cache, no other request, no draft.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoints import V3
+from mla_attn import metadata as build
+from mla_attn.cache import LatentPool
+from mla_attn.engine import Engine, SamplingParams
+from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
+from mla_attn.speculative import DraftTree
+
+CHAIN, TREE = DraftTree.chain(2), DraftTree((2, 1))
+KINDS = (None, CHAIN, TREE)
+MAX_LEN = 48
+TIE = 2e-3
+
+
+@functools.cache
+def small_model(vocab_size: int = 13) -> DeepseekForCausalLM:
+    config = dataclasses.replace(
+        DeepseekConfig.from_hf(json.loads((V3 / "config.json").read_text())),
+        num_hidden_layers=1,
+        first_k_dense_replace=2,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        vocab_size=vocab_size,
+    )
+    model = DeepseekForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    # Random weights as they are would give logits that are all about equal: no token would be wrong.
+    nnx.update(model, jax.tree.map(lambda w: 20 * w if w.ndim > 1 else w, nnx.state(model)))
+    return model
+
+
+def small_engine(model=None, **options) -> Engine:
+    """Of the small model: four requests at a time, in pages for one and a half of the longest. Engines that differ in
+    nothing that shapes depend on share their programs."""
+    defaults = {
+        "max_batch": 4,
+        "num_pages": 18,
+        "page_size": 4,
+        "max_len": MAX_LEN,
+        "speculation": KINDS[1:],
+        "prompt_tokens": 16,
+        "batches": (4,),
+    }
+    return Engine(model or small_model(), **{**defaults, **options})
+
+
+def logits_of(model, tokens) -> np.ndarray:
+    """float32 [len(tokens), vocab], from one prefill."""
+    padded = np.zeros(MAX_LEN, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(_prefill(model, padded, np.int32(len(tokens))))[: len(tokens)]
+
+
+@nnx.jit
+def _prefill(model, tokens, length):
+    table = jnp.zeros((1, MAX_LEN), jnp.int32)
+    metadata = build.for_extend(table, length[None], length[None], max_q_len=MAX_LEN, num_rows=MAX_LEN, page_size=1)
+    pool = LatentPool.create(
+        num_layers=model.num_cache_layers, num_pages=1, page_size=1, spec=model.attention_spec, dtype=jnp.float32
+    )
+    return model.logits(model(tokens, pool, metadata, mode="prefill")[0])
+
+
+def check_tokens(model, prompt, tokens, params: SamplingParams) -> None:
+    """Each token is the one that greedy or seeded decoding has after those before it, up to ties."""
+    if not tokens:
+        return
+    logits = logits_of(model, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].astype(float)
+    for step, token in enumerate(tokens):
+        scores = logits[step]
+        if params.temperature:
+            scores = scores / params.temperature
+            sure, possible = (_kept(scores, params, slack) for slack in (-TIE, TIE))
+            assert possible[token], f"token {step} of {tokens} is outside top-k or top-p"
+            key = jax.random.fold_in(jax.random.key(np.uint32(params.seed)), len(prompt) + step - 1)
+            scores = np.where(
+                sure | (np.arange(len(scores)) == token), scores + jax.random.gumbel(key, scores.shape), -np.inf
+            )
+        assert scores[token] > scores.max() - TIE, f"token {step} of {tokens} is {scores.max() - scores[token]} short"
+
+
+def _kept(scores, params, slack):
+    """What top-k and top-p leave, with the edge moved by ``slack``."""
+    best = np.sort(scores)[::-1]
+    edge = best[params.top_k - 1] if params.top_k else -np.inf
+    p = np.where(best >= edge, np.exp(best - best[0]), 0)
+    before = np.cumsum(p) / p.sum() - p / p.sum()
+    edge = max(edge, best[np.flatnonzero((before < params.top_p + slack) & (p > 0))[-1]]) if params.top_p < 1 else edge
+    return scores >= edge - slack
