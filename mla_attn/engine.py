@@ -106,6 +106,8 @@ class Engine:
         ValueError: a size below 1, ``max_len`` above the model's positions, or trees for a model that cannot draft.
     """
 
+    passes_class = SlotPasses  # of which benchmarks make variants
+
     def __init__(
         self,
         model: DeepseekForCausalLM,
@@ -150,8 +152,10 @@ class Engine:
         prompts = dataclasses.replace(shapes, batches=(min(PROMPTS_PER_PASS, max_batch),))
         kinds = (None, *self.speculation)
         options = {"implementation": implementation}
-        self._passes = {k: SlotPasses(model, dataclasses.replace(shapes, tree=k), **options) for k in kinds}
-        self._prompt_passes = {k: SlotPasses(model, dataclasses.replace(prompts, tree=k), **options) for k in kinds}
+        self._passes = {k: self.passes_class(model, dataclasses.replace(shapes, tree=k), **options) for k in kinds}
+        self._prompt_passes = {
+            k: self.passes_class(model, dataclasses.replace(prompts, tree=k), **options) for k in kinds
+        }
         self._prompts_per_pass = prompts.batches[0]
 
         self._pages = PageAllocator(num_pages, page_size, table_width=shapes.table_width)
@@ -326,6 +330,7 @@ class Engine:
                 running=len(self._running),
                 acceptance_length=_mean(counts["verified_tokens"], counts["verified_requests"]),
                 step_seconds=seconds["step"],
+                wait_seconds=seconds["wait"],
                 tokens_per_second=counts["new_tokens"] / seconds["step"] if seconds["step"] else 0.0,
                 time_to_first_token=_mean(seconds["first_token"], counts["first_tokens"]),
                 inter_token_time=_mean(seconds["later_tokens"], counts["new_tokens"] - counts["first_tokens"]),
@@ -541,7 +546,9 @@ class Engine:
         """Wait for what was launched before the launch of that number, and hand out its tokens."""
         while self._unread and self._unread[0].number < before:
             launch = self._unread.popleft()
+            begin = time.perf_counter()
             tokens = np.asarray(launch.tokens)
+            self._seconds["wait"] += time.perf_counter() - begin
             for row, request in launch.requests:
                 if request.finished:
                     continue

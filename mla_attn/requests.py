@@ -85,7 +85,9 @@ class EngineStatistics:
         acceptance_length: tokens emitted per request and verify pass, the correction or bonus included, without those
             past a request's end; None before the first.
         step_seconds: time inside ``step()``.
-        tokens_per_second: new tokens over that time.
+        wait_seconds: of it, waiting for the device; the rest is the host's own work, which the device does not wait for
+            as long as there is some waiting here.
+        tokens_per_second: new tokens over the time inside ``step()``.
         time_to_first_token: mean, from ``add_request`` to a request's first token.
         inter_token_time: mean, between tokens of a request after the first.
         pages_used: pages that running requests hold, each counted once.
@@ -109,6 +111,7 @@ class EngineStatistics:
     target_steps: int
     acceptance_length: float | None
     step_seconds: float
+    wait_seconds: float
     tokens_per_second: float
     time_to_first_token: float | None
     inter_token_time: float | None

@@ -199,7 +199,7 @@ def test_acceptance_is_counted_as_emitted(engine):
 def test_speculation_leaves_the_distribution_unchanged():
     """Two tokens after a prompt, of many seeds, against the model's own probabilities: chi-square, vocabulary of 3."""
     model, prompt, temperature, count = small_model(3), [0, 2, 1], 20.0, 600
-    engine = small_engine(model, batches=(4,))
+    engine = small_engine(model=model)
 
     def probabilities(tokens):
         scores = logits_of(model, tokens)[-1].astype(float) / temperature
@@ -548,7 +548,7 @@ def test_wrong_engines(options, message):
 
 def test_a_model_without_draft_layer():
     with pytest.raises(ValueError, match="no MTP layer"):
-        small_engine(load_checkpoint(V2, dtype=jnp.float32))
+        small_engine(model=load_checkpoint(V2, dtype=jnp.float32))
 
 
 @pytest.mark.parametrize(

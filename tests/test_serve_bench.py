@@ -9,12 +9,13 @@ import pytest
 
 from checkpoints import V3
 from mla_attn.bench import serve
-from mla_attn.bench.serve import Record, percentiles, replay
+from mla_attn.bench.serve import Record, percentiles, replay, simulated_engine
 from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.cli import main
 from mla_attn.engine import Engine
 from mla_attn.requests import EngineStatistics, Output, SamplingParams
 from recorder import programs_kept
+from traffic import CHAIN, TREE, small_engine
 
 LOAD = Load(requests=400, rate=20.0, prompt_tokens=40, new_tokens=10, spread=0.6, shared_prefix=24, shared_share=0.3)
 
@@ -203,6 +204,21 @@ def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "tree"), [(0.0, CHAIN), (1.0, CHAIN), (0.7, TREE)])
+def test_simulated_acceptance(rate, tree, tmp_path_factory):
+    engine = small_engine(simulated_engine(rate), speculation=(tree,))
+    outputs = []
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        for seed in range(40):
+            params = SamplingParams(max_new_tokens=31, seed=seed, speculation=tree)
+            engine.add_request([1, 2, 3], params, on_output=outputs.append)
+        list(engine.run())
+    # Two levels of drafts: 1 + a + a**2 tokens a step, less what is cut at the end of a request.
+    assert engine.statistics.acceptance_length == pytest.approx(1 + rate + rate**2, abs=0.15)
+    assert {len(o.tokens) for o in outputs} <= ({1} if rate == 0 else {1, 3} if rate == 1 else {1, 2, 3})
+
+
 def test_the_engine_is_made_as_asked(monkeypatch):
     class Made(Exception):
         pass
@@ -252,6 +268,8 @@ def test_the_engine_is_made_as_asked(monkeypatch):
         ),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
         (["--speculate", "-1"], "speculate=-1 must be at least 0"),
+        (["--acceptance", "0.5"], "acceptance=0.5 must be 0 to 1, with speculate or tree"),
+        (["--acceptance", "1.5", "--speculate", "2"], "acceptance=1.5 must be 0 to 1"),
         (["--tree", "3x0"], "tree '3x0' must be widths"),
         (["--implementation", "xla,reference"], "implementation='xla,reference' must be one of"),
         (["--serve", "nowhere"], "serve='nowhere' must be a folder or one of v2-lite, v3-4-layers"),

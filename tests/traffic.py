@@ -47,7 +47,7 @@ def small_model(vocab_size: int = 13) -> DeepseekForCausalLM:
     return model
 
 
-def small_engine(model=None, **options) -> Engine:
+def small_engine(kind: type[Engine] = Engine, model=None, **options) -> Engine:
     """Of the small model: four requests at a time, in pages for one and a half of the longest. Engines that differ in
     nothing that shapes depend on share their programs."""
     defaults = {
@@ -59,7 +59,7 @@ def small_engine(model=None, **options) -> Engine:
         "prompt_tokens": 16,
         "batches": (4,),
     }
-    return Engine(model or small_model(), **{**defaults, **options})
+    return kind(model or small_model(), **{**defaults, **options})
 
 
 def logits_of(model, tokens) -> np.ndarray:

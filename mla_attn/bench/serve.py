@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -25,6 +26,7 @@ from mla_attn.dispatch import NAMES
 from mla_attn.engine import Engine
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 from mla_attn.requests import EngineStatistics, Output, SamplingParams
+from mla_attn.slots import SlotPasses
 from mla_attn.speculative import DraftTree
 
 _PERCENTILES = (50, 90, 99)
@@ -54,7 +56,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     drafting = group.add_mutually_exclusive_group()
     drafting.add_argument("--speculate", type=int, default=0, metavar="K", help="draft K tokens per step (default 0)")
+    add("--acceptance", type=float, metavar="0..1", help="pretend that each draft is right with this probability")
     drafting.add_argument("--tree", metavar="W1xW2x...", help="draft a tree: children per node at each depth")
+
+
+# Drafts that are right as often as asked for
+
+
+def simulated_engine(rate: float) -> type[Engine]:
+    """An engine whose verify passes do their work, then accept each draft with probability ``rate``.
+
+    Random weights draft no better than chance; so the speed at an acceptance that trained ones would reach can be
+    measured. The tokens mean nothing. Of the children of a node the first is the one that may be right.
+    """
+
+    class SimulatedPasses(SlotPasses):
+        def _pick(self, logits, positions, x):
+            targets = super()._pick(logits, positions, x)
+            if logits.ndim == 2:  # no drafts in this pass
+                return targets
+            parents, drafts = self._tree.parents.tolist(), x["drafts"]
+            child = np.array([parents.index(node) - 1 if node in parents else -1 for node in range(len(parents))])
+            luck = jax.vmap(jax.vmap(_uniform, in_axes=(None, 0)))(x["seed"], positions)
+            # The first token that is no draft stands for one that was not foreseen.
+            ids = jnp.arange(len(parents), dtype=jnp.int32)
+            drafted = (drafts[:, None] == ids[None, :, None]).any(axis=-1)
+            unforeseen = jnp.argmin(drafted, axis=-1).astype(jnp.int32)[:, None]
+            judged = jnp.where(luck < rate, drafts[:, child], unforeseen)
+            return jnp.where(jnp.asarray(child >= 0)[None], judged, targets)
+
+    class SimulatedEngine(Engine):
+        passes_class = SimulatedPasses
+
+    return SimulatedEngine
+
+
+def _uniform(seed, position):
+    return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
 
 
 # The replay
@@ -125,6 +163,8 @@ class Replay:
         reused_rows: prompt rows found in the prefix cache instead, counted alike.
         preemptions: times a running request had to give its pages back.
         steps: of the engine.
+        step_seconds: inside them.
+        wait_seconds: of which waiting for the device.
         statistics: the engine's, at the end; earlier replays count in it.
     """
 
@@ -136,6 +176,8 @@ class Replay:
     reused_rows: int
     preemptions: int
     steps: int
+    step_seconds: float
+    wait_seconds: float
     statistics: EngineStatistics
 
 
@@ -182,6 +224,8 @@ def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, 
         reused_rows=after.reused_tokens - before.reused_tokens,
         preemptions=after.preemptions - before.preemptions,
         steps=after.steps - before.steps,
+        step_seconds=after.step_seconds - before.step_seconds,
+        wait_seconds=after.wait_seconds - before.wait_seconds,
         statistics=after,
     )
 
@@ -229,6 +273,8 @@ def summarize(found: Replay) -> dict:
         "preemptions": found.preemptions,
         "most_pages": found.most_pages,
         "steps": found.steps,
+        "step_time": found.step_seconds / found.steps if found.steps else None,
+        "host_time": (found.step_seconds - found.wait_seconds) / found.steps if found.steps else None,
         "programs": statistics.programs,
         "warm_up_seconds": statistics.warm_up_seconds,
         "compiles_after_warm_up": statistics.compiles_after_warm_up,
@@ -250,7 +296,7 @@ def table(made: dict) -> str:
         "requests": f"{got['requests']}, {got['served']} served in full, {rate}",
         "prompt tokens": f"{got['prompt_tokens']}, {100 * got['prefix_share']:.1f} % found in the prefix cache",
         "new tokens": f"{got['new_tokens']}, acceptance length {accepted}",
-        "duration": f"{got['duration']:.2f} s, {got['steps']} engine steps",
+        "duration": f"{got['duration']:.2f} s, {got['steps']} engine steps{_step_times(got)}",
         "throughput": f"{got['output_tokens_per_second']:.1f} output tokens/s, "
         f"{got['total_tokens_per_second']:.1f} with prompts",
         "pages": f"{got['most_pages']} of {asked['num_pages']} held at most by requests; "
@@ -259,12 +305,20 @@ def table(made: dict) -> str:
         f"{got['compiles_after_warm_up']} more after warm-up",
     }
     drafts = "no drafts" if asked["tree"] is None else "drafts " + "x".join(map(str, asked["tree"]))
+    if asked["simulated_acceptance"] is not None:
+        drafts += f" (each SIMULATED to be right with probability {asked['simulated_acceptance']:g})"
     head = [
         f"{host['device']}, jax {host['jax']}, jaxlib {host['jaxlib']}, {host['date']}",
         f"{asked['checkpoint']}, {asked['dtype']}, page {asked['page_size']}, at most {asked['max_batch']} requests of "
         f"{asked['max_len']} tokens at a time, {drafts}, seed {asked['seed']}",
     ]
     return "\n".join([*head, "", *(f"{name:<15}{value}" for name, value in lines.items()), "", _latencies(got)])
+
+
+def _step_times(summary: dict) -> str:
+    if summary["step_time"] is None:
+        return ""
+    return f" of {1e3 * summary['step_time']:.2f} ms, {1e3 * summary['host_time']:.2f} ms of it the host's"
 
 
 def _latencies(summary: dict) -> str:
@@ -316,10 +370,10 @@ def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     load, params = _load(options), _params(options)
     _check_engine(options)
     say(f"{options.serve}: loading")
-    model = _model(options.serve, options.dtype)
+    model = _model(options.serve, options.dtype, drafts=params.speculation is not None)
     max_len, num_pages = _sizes(options, load, model.config.max_position_embeddings)
     trace = make_trace(load, vocab_size=model.config.vocab_size, max_len=max_len)
-    engine = Engine(
+    engine = (Engine if options.acceptance is None else simulated_engine(options.acceptance))(
         model,
         max_batch=options.max_batch,
         num_pages=num_pages,
@@ -357,6 +411,8 @@ def _params(options: argparse.Namespace) -> SamplingParams:
         raise ValueError(f"speculate={options.speculate} must be at least 0")
     chain = DraftTree.chain(options.speculate) if options.speculate else None
     tree = chain if options.tree is None else DraftTree.parse(options.tree)
+    if options.acceptance is not None and not (0 <= options.acceptance <= 1 and tree is not None):
+        raise ValueError(f"acceptance={options.acceptance} must be 0 to 1, with speculate or tree")
     # No stop tokens: lengths are those of the trace.
     return SamplingParams(temperature=options.temperature, speculation=tree)
 
@@ -382,11 +438,10 @@ def _sizes(options: argparse.Namespace, load: Load, positions: int) -> tuple[int
     return max_len, pages
 
 
-def _model(checkpoint: str, dtype: str) -> DeepseekForCausalLM:
+def _model(checkpoint: str, dtype: str, *, drafts: bool) -> DeepseekForCausalLM:
     if checkpoint in CONFIGS:
-        return DeepseekForCausalLM(
-            DeepseekConfig.from_hf(CONFIGS[checkpoint]), dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)
-        )
+        config = DeepseekConfig.from_hf(CONFIGS[checkpoint] | {"num_nextn_predict_layers": int(drafts)})
+        return DeepseekForCausalLM(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     if not pathlib.Path(checkpoint).is_dir():
         raise ValueError(f"serve={checkpoint!r} must be a folder or one of {', '.join(CONFIGS)}")
     return load_checkpoint(checkpoint, dtype=jnp.dtype(dtype))
@@ -409,6 +464,7 @@ def _report(
         "implementation": options.implementation,
         "temperature": params.temperature,
         "tree": params.speculation and list(params.speculation.widths),
+        "simulated_acceptance": options.acceptance,
     }
     return {
         "machine": machine(),
