@@ -216,7 +216,7 @@ def test_simulated_acceptance(rate, tree, tmp_path_factory):
         list(engine.run())
     # Two levels of drafts: 1 + a + a**2 tokens a step, less what is cut at the end of a request.
     assert engine.statistics.acceptance_length == pytest.approx(1 + rate + rate**2, abs=0.15)
-    assert {len(o.tokens) for o in outputs} <= ({1} if rate == 0 else {1, 3} if rate == 1 else {1, 2, 3})
+    assert max(len(o.tokens) for o in outputs) == (1 if rate == 0 else 3)
 
 
 def test_the_engine_is_made_as_asked(monkeypatch):
