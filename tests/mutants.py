@@ -30,6 +30,9 @@ WRITE = "tests/cache/test_write.py::"
 PAGES = "tests/cache/test_pages.py::"
 METADATA = "tests/test_metadata.py"
 STEPS = "tests/test_steps.py"
+SAMPLING = "tests/test_sampling.py::"
+PREFIX = "tests/cache/test_prefix.py::"
+ENGINE = "tests/test_engine.py::"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,13 @@ MUTANTS = (
     Mutant("placeholder draft accepted", "mla_attn/speculative/acceptance.py", "right = (drafts == targets[:, :-1]) & (drafts >= 0)", "right = ((drafts == targets[:, :-1]) | (drafts < 0))", "tests/speculative/test_acceptance.py"),
     Mutant("reference count not given back", "cache/pages.py", "self._holders[pages] -= 1", "self._holders[pages] -= 0", PAGES + "TestPageMachine"),
     Mutant("a partial page shared", "cache/pages.py", "full = int(num_tokens) // self.page_size", "full = -(-int(num_tokens) // self.page_size)", PAGES + "test_fork_shares_full_pages_only_and_growing_writes_none_of_them"),
+    Mutant("draws the same at every position", "mla_attn/sampling.py", "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)", SAMPLING + "test_seeds_and_positions_make_other_draws"),
+    Mutant("top-p after all tokens, not after top-k", "mla_attn/sampling.py", "jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)", "jax.nn.softmax(ordered, axis=-1)", SAMPLING + "test_distribution"),
+    Mutant("pages found by their own tokens alone", "cache/prefix.py", "hashlib.blake2b(digest + data[", "hashlib.blake2b(data[", PREFIX + "test_the_same_page_after_another_beginning_is_another"),
+    Mutant("beginnings let go before ends", "cache/prefix.py", "for name in reversed(path):", "for name in path:", PREFIX + "test_who_leads_to_a_page_is_used_with_it"),
+    Mutant("padding requests write a slot", "mla_attn/slots.py", "own = jnp.where(live, own, slots", "own = jnp.where(live | ~live, own, slots", ENGINE + "test_tokens"),
+    Mutant("room for one row in flight too few", "mla_attn/engine.py", "request.prompt_rows + request.rows + request.ahead", "request.prompt_rows + request.rows", ENGINE + "test_tokens"),
+    Mutant("preempted requests lose their tokens", "mla_attn/engine.py", "self._waiting.appendleft(request)", "del request.tokens[request.prompt_len :]; self._waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),
 )
 # fmt: on
 

@@ -56,6 +56,7 @@ def probabilities(logits=LOGITS, temperature=1.0, top_k=0, top_p=1.0):
         {"top_p": 0.6},
         {"top_p": 0.01},
         {"top_k": 4, "top_p": 0.8, "temperature": 1.5},
+        {"top_k": 2, "top_p": 0.5},  # of all tokens the first two are above a half, of these two the first is
     ],
 )
 def test_distribution(given):

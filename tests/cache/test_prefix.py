@@ -109,6 +109,20 @@ def test_a_common_beginning_outlives_what_follows_it(pages, cache):
     assert served(pages, cache, "d", [*system, 9])[0] == 2 * P
 
 
+def test_who_leads_to_a_page_is_used_with_it(pages, cache):
+    """Two copies of a beginning, computed side by side: the one found last leads to what follows either."""
+    system, texts = [7] * 2 * P, {n: [7] * 2 * P + [n] * P for n in (1, 2)}
+    for n, tokens in texts.items():
+        pages.create(n, len(tokens))
+    for n, tokens in texts.items():
+        cache.keep(n, tokens)
+        pages.free(n)
+    assert cache.fork("look", texts[1]) == 3 * P  # through pages of the second
+    pages.free("look")
+    assert cache.evict(8)
+    assert cache.fork("look", system) == 2 * P
+
+
 def test_clear(pages, cache):
     served(pages, cache, "a", list(range(20)))
     cache.clear()
