@@ -170,8 +170,10 @@ class PageAllocator:
 
     @property
     def holders(self) -> Int32[np.ndarray, "N"]:
-        """How many requests hold each page, a copy."""
-        return self._holders.copy()
+        """How many requests hold each page, now and later: a view that cannot be written."""
+        view = self._holders.view()
+        view.flags.writeable = False
+        return view
 
     @property
     def num_free(self) -> int:

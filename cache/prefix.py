@@ -81,8 +81,9 @@ class PrefixCache:
             kind: as in ``fork``.
         """
         digests = self._digests(tokens, kind)
-        if not digests or digests[-1] in self._holder:
-            self._touch([self._holder[digest] for digest in digests if digest in self._holder])
+        # Not the last one alone: the way to it may have led through a sequence that is gone.
+        if all(digest in self._holder for digest in digests):
+            self._touch([self._holder[digest] for digest in digests])
             return
         name = ("kept", next(self._names))
         self._pages.fork(request, name, len(digests) * self._pages.page_size)

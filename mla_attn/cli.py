@@ -131,6 +131,7 @@ def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
         ("prefill_chunk", 1),
         ("max_batch", 1),
         ("num_pages", 1),
+        ("seed", 0),
     ):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -145,7 +146,7 @@ def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            seed=options.seed + number,  # equal prompts get texts of their own
+            seed=(options.seed + number) % 2**32,  # equal prompts get texts of their own
             speculation=tree,
         )
         for number in range(len(prompts))
@@ -159,6 +160,7 @@ def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
         max_len=max(lengths),
         speculation=() if tree is None else (tree,),
         prompt_tokens=options.prefill_chunk or min(max(sum(map(len, prompts)), 1), 2048),
+        max_waiting=len(prompts),
         batches=(max_batch,),  # one program of each kind: most of a short run is compiling
         implementation=options.implementation,
     )

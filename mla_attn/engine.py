@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class _Request:
     params: SamplingParams
     on_output: OnOutput | None
     arrived: float
-    slot: int | None = None
+    slot: int = -1  # where its state lies on the device, while it runs
     prompt_rows: int = 0  # rows that passes over prompts must make: after a preemption, of what was generated too
     computed: int = 0  # those of them that are launched, or were found
     rows: int = 0  # rows of decode and verify passes that were read, on top of prompt_rows
@@ -170,20 +171,22 @@ class Engine:
         self._device = (pool, create_slots(model, max_batch, self.speculation))
 
         self._lock = threading.RLock()  # of step
+        self._adding = threading.Lock()
         self._stepping = False
         self._names = itertools.count()
         self._live: dict[int, _Request] = {}
         self._new: collections.deque[_Request] = collections.deque()  # put in by any thread
         self._cancels: collections.deque[_Request] = collections.deque()
         self._waiting: collections.deque[_Request] = collections.deque()  # oldest first
-        self._running: dict[int, _Request] = {}  # by slot
+        self._running: dict[int, _Request] = {}  # by id: those that hold pages
+        self._slots: list[_Request | None] = [None] * max_batch
         self._unread: collections.deque[_Launch] = collections.deque()
         self._outputs: list[Output] = []
-        self._driver: asyncio.Task | None = None
+        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task] = weakref.WeakKeyDictionary()
+        self._interrupt: BaseException | None = None
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
-        backend_compiles()
-        self._compiles_at_warm_up = 0
+        self._compiles_at_warm_up = backend_compiles()
 
     def warm_up(self, *, progress: bool = True) -> float:
         """Compile every program ahead of time, with a progress bar; returns the seconds it took."""
@@ -200,8 +203,8 @@ class Engine:
         Args:
             prompt: token ids, at least one; used as they are.
             params: how to choose tokens; greedy by default.
-            on_output: called by ``step()`` with each ``Output`` of this request. If it raises, the request ends with
-                "error"; others go on.
+            on_output: called with each ``Output`` of this request, in the thread that steps, while the others wait. If
+                it raises, the request ends with "error"; others go on.
 
         Returns:
             An id, unique in this engine.
@@ -210,15 +213,18 @@ class Engine:
             ValueError: as ``check_request``.
             QueueFull: ``max_waiting`` requests wait already.
         """
-        params = SamplingParams() if params is None else params
+        return self._add(prompt, SamplingParams() if params is None else params, on_output).id
+
+    def _add(self, prompt: Sequence[int], params: SamplingParams, on_output: OnOutput | None) -> _Request:
         self.check_request(prompt, params)
         tokens = [int(token) for token in prompt]
-        if (waiting := len(self._new) + len(self._waiting)) >= self.max_waiting:
-            raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
-        request = _Request(next(self._names), tokens, len(tokens), params, on_output, time.perf_counter())
-        self._live[request.id] = request
-        self._new.append(request)
-        return request.id
+        with self._adding:
+            if (waiting := len(self._new) + len(self._waiting)) >= self.max_waiting:
+                raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
+            request = _Request(next(self._names), tokens, len(tokens), params, on_output, time.perf_counter())
+            self._live[request.id] = request
+            self._new.append(request)
+        return request
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Whether this engine can serve a request, however busy it is.
@@ -257,7 +263,12 @@ class Engine:
         return bool(self._live or self._unread)
 
     def step(self) -> list[Output]:
-        """Move every request on, and return what is new. On an idle engine it does nothing."""
+        """Move every request on, and return what is new of all of them. On an idle engine it does nothing.
+
+        Raises:
+            RuntimeError: called from a callback of a step.
+            KeyboardInterrupt, SystemExit: a callback raised it; its request has ended, the engine can go on.
+        """
         with self._lock:
             if self._stepping:
                 raise RuntimeError("step() was called from a callback of step()")
@@ -272,45 +283,55 @@ class Engine:
             finally:
                 self._stepping = False
                 self._seconds["step"] += time.perf_counter() - begin
+            if self._interrupt is not None:
+                interrupt, self._interrupt = self._interrupt, None
+                raise interrupt
             outputs, self._outputs = self._outputs, []
         return outputs
 
     def run(self) -> Iterator[Output]:
-        """Step until all requests have ended; yields what is new."""
+        """Step until all requests have ended; yields what is new of all of them."""
         while self.busy:
             yield from self.step()
 
-    async def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[list[int]]:
-        """Add a request and yield its tokens as they come, driving the engine in a thread while there is work.
+    def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[Output]:
+        """Add a request and return its outputs as they come, driving the engine in a thread while there is work.
 
-        Leaving the loop early cancels the request.
+        To be called where an event loop runs. One task a loop steps for all streams; requests beside them need an
+        ``on_output``. Leaving the iteration early cancels the request, from the next step on.
 
         Raises:
             ValueError, QueueFull: as ``add_request``.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        # Many may stream at a time: one task steps for all of them.
-        name = self.add_request(prompt, params, on_output=lambda o: loop.call_soon_threadsafe(queue.put_nowait, o))
+        params = SamplingParams() if params is None else params
+        request = self._add(prompt, params, lambda output: loop.call_soon_threadsafe(queue.put_nowait, output))
+        return self._outputs_of(request, queue)
+
+    async def _outputs_of(self, request: _Request, queue: asyncio.Queue) -> AsyncIterator[Output]:
         try:
             while True:
-                output = await self._next(queue)
-                if output.tokens:
-                    yield output.tokens
+                yield (output := await self._next(queue))
                 if output.finish_reason is not None:
                     return
         finally:
-            self.cancel(name)
+            request.on_output = None  # the loop may be gone when the cancelled request ends
+            self.cancel(request.id)
 
     async def _next(self, queue: asyncio.Queue) -> Output:
         while queue.empty():
-            if self._driver is None or self._driver.done() or self._driver.get_loop() != asyncio.get_running_loop():
-                self._driver = asyncio.create_task(self._drive())
+            loop = asyncio.get_running_loop()
+            driver = self._drivers.get(loop)
+            if driver is None or driver.done():
+                driver = self._drivers[loop] = asyncio.create_task(self._drive())
             waiting = asyncio.ensure_future(queue.get())
-            await asyncio.wait((waiting, self._driver), return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                return waiting.result()
-            waiting.cancel()
-            self._driver.result()  # raises what the step raised
+            try:
+                await asyncio.wait((waiting, driver), return_when=asyncio.FIRST_COMPLETED)
+                if waiting.done():
+                    return waiting.result()
+            finally:
+                waiting.cancel()
+            driver.result()  # raises what the step raised
         return queue.get_nowait()
 
     async def _drive(self) -> None:
@@ -360,10 +381,9 @@ class Engine:
         """Give waiting requests slots and pages, oldest first, while there are some and this step can begin with their
         prompts. Who waits a step longer may find more of its prompt in the cache."""
         while self._waiting and self._has_prompt_room():
-            slot = self._free_slot()
+            request, slot = self._waiting[0], self._free_slot()
             if slot is None:
                 return
-            request = self._waiting[0]
             found = self._find_prefix(request)
             # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
             needed = self._num_pages(len(request.tokens)) - self._num_pages(found)
@@ -374,7 +394,7 @@ class Engine:
             self._pages.grow(request.id, len(request.tokens))
             self._waiting.popleft()
             request.slot, request.prompt_rows, request.computed, request.rows = slot, len(request.tokens), found, 0
-            self._running[slot] = request
+            self._running[request.id] = self._slots[slot] = request
             self._counts["reused_tokens"] += found
 
     def _may_grow(self, request: _Request) -> bool:
@@ -386,13 +406,15 @@ class Engine:
         return len(left) < self._prompts_per_pass and sum(left) < self._prompt_tokens
 
     def _free_slot(self) -> int | None:
-        if len(self._running) == self.max_batch and any(r.all_launched for r in self._running.values()):
-            self._read(self._counts["launches"])  # rather than leave a slot idle for a step
-        return next((slot for slot in range(self.max_batch) if slot not in self._running), None)
+        """A slot that nobody needs: of a request that ends with what is launched too, for passes run in order."""
+        return next((slot for slot, r in enumerate(self._slots) if r is None or r.all_launched), None)
 
     def _find_prefix(self, request: _Request) -> int:
         """Adds the request to the page allocator; returns how many of its rows are there. The last token's row is
         always computed: the next token comes from it."""
+        if not self._keeps_prefixes:
+            self._pages.create(request.id)
+            return 0
         return self._prefixes.fork(request.id, request.tokens[:-1], kind=self._prefix_kind(request))
 
     def _keep_prefix(self, request: _Request, tokens: list[int]) -> None:
@@ -411,7 +433,7 @@ class Engine:
     def _reserve(self, request: _Request) -> bool:
         """Make room for the rows of the request's next pass. If pages run out, the youngest requests give theirs back:
         False if that ended or stopped this one."""
-        while request.slot is not None and request.wants_token:
+        while request.id in self._running and request.wants_token:
             tree, most = request.params.speculation, self._most_rows(request.prompt_len, request.params)
             rows = request.prompt_rows + request.rows + request.ahead + (tree.size if tree else 1)
             rows = max(min(rows, most), self._pages.length(request.id))
@@ -442,10 +464,10 @@ class Engine:
         self._counts["preemptions"] += 1
 
     def _release(self, request: _Request) -> None:
-        assert request.slot is not None
         self._pages.free(request.id)
-        del self._running[request.slot]
-        request.slot = None
+        del self._running[request.id]
+        if self._slots[request.slot] is request:
+            self._slots[request.slot] = None
 
     # Launching passes. Nothing here waits for the device, unless pages run out.
 
@@ -456,7 +478,7 @@ class Engine:
         for kind in (None, *self.speculation):
             mine = [r for r in self._running.values() if r.params.speculation == kind and r.wants_token]
             ready = [r for r in sorted(mine, key=lambda r: r.id) if self._reserve(r)]
-            ready = [r for r in ready if r.slot is not None]
+            ready = [r for r in ready if r.id in self._running]
             if ready:
                 self._launch_tokens(kind, ready)
 
@@ -584,12 +606,12 @@ class Engine:
             self._hand_out(request, Output(request.id, new))
         return len(new)
 
-    def _finish(self, request: _Request, new: list[int], reason: str, error: Exception | None = None) -> None:
-        if request.slot is None:
-            self._waiting.remove(request)
-        else:
+    def _finish(self, request: _Request, new: list[int], reason: str, error: BaseException | None = None) -> None:
+        if request.id in self._running:
             self._keep_prefix(request, request.final_tokens)
             self._release(request)
+        else:
+            self._waiting.remove(request)
         request.finished = True
         del self._live[request.id]
         self._counts[{"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")] += 1
@@ -601,8 +623,10 @@ class Engine:
             return
         try:
             request.on_output(output)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, other requests' tokens must not be lost by it
             logger.exception("the callback of request %d raised", request.id)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                self._interrupt = error
             if not request.finished:
                 self._finish(request, [], "error", error)
 

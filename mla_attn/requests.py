@@ -1,7 +1,9 @@
 """What goes into an engine and what comes out: parameters of a request, its outputs, statistics."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from mla_attn.speculative import DraftTree
 
@@ -16,7 +18,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: most tokens to generate, at least 1.
-        stop_tokens: ids that end the request; the one that does is its last token.
+        stop_tokens: ids that end the request, any sequence of them; the one that does is its last token.
         temperature: 0 is greedy; otherwise what logits are divided by.
         top_k: draw from the k likeliest tokens; 0 from all.
         top_p: draw from the fewest likeliest tokens whose probability reaches p, 0 < p <= 1.
@@ -26,7 +28,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 64
-    stop_tokens: tuple[int, ...] = ()
+    stop_tokens: Sequence[int] = ()
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -34,6 +36,12 @@ class SamplingParams:
     speculation: DraftTree | None = None
 
     def __post_init__(self):
+        for name in ("max_new_tokens", "top_k", "seed"):
+            if not _is_integer(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer")
+        if not isinstance(self.stop_tokens, Iterable) or not all(map(_is_integer, self.stop_tokens)):
+            raise ValueError(f"stop_tokens={self.stop_tokens!r} must be integers")
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         for name, right, allowed in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0 and finite"),
@@ -43,6 +51,10 @@ class SamplingParams:
         ):
             if not right:
                 raise ValueError(f"{name}={getattr(self, name)} must be {allowed}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Output:
     request_id: int
     tokens: list[int]
     finish_reason: str | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 OnOutput = Callable[[Output], object]
@@ -75,8 +87,8 @@ class EngineStatistics:
         cancelled: requests that were cancelled.
         failed: requests whose callback raised.
         preemptions: times a running request had to give its pages back; it is computed again later.
-        waiting: requests that have no slot now.
-        running: requests that have one.
+        waiting: requests that are queued, preempted ones included.
+        running: requests that hold pages: up to ``max_batch``, and those whose last tokens are on the way.
         prompt_tokens: prompt rows computed, those of requests computed again included.
         reused_tokens: prompt rows found in the cache instead.
         new_tokens: tokens generated.

@@ -32,9 +32,12 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> Int[Array, "B S"]:
-        scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
+        # From the top, so that no temperature overflows.
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[
+            :, None, None
+        ]
         narrowed = jax.lax.cond(
-            jnp.any((top_k > 0) | (top_p < 1)),
+            jnp.any((temperature > 0) & ((top_k > 0) | (top_p < 1))),
             lambda: _narrow(scaled, top_k[:, None], top_p[:, None]),
             lambda: scaled,
         )
@@ -53,7 +56,8 @@ def _narrow(logits, top_k, top_p):
     before = jnp.cumsum(probs, axis=-1) - probs
     # A sum in float32 may stop short of 1, or pass it early: top_p = 1 takes no part.
     kept &= (before < top_p[..., None]) | (top_p >= 1)[..., None]
-    least = jnp.take_along_axis(ordered, kept.sum(axis=-1, keepdims=True, dtype=jnp.int32) - 1, axis=-1)
+    count = jnp.maximum(kept.sum(axis=-1, keepdims=True, dtype=jnp.int32), 1)  # a top_p may be 0 in float32
+    least = jnp.take_along_axis(ordered, count - 1, axis=-1)
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 

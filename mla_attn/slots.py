@@ -66,10 +66,12 @@ class SlotPasses(Passes):
         def on_slots(state: Any, pool_and_slots: Any, inputs: Arrays) -> tuple[Arrays, Any]:
             pool, slots = pool_and_slots
             own = inputs["slots"]
+            live = (inputs["active"] if "active" in inputs else inputs["q_lens"]) > 0
             taken = {field: _leading(slots[field][own], inner(field)) for field in reads}
+            if "temperature" in taken:  # padding draws nothing, and costs nothing
+                taken["temperature"] = jnp.where(live, taken["temperature"], 0.0)
             given = {field: value for field, value in inputs.items() if field != "slots"} | taken
             outputs, pool = fn(state, pool, given)
-            live = (given["active"] if "active" in given else given["q_lens"]) > 0
             own = jnp.where(live, own, slots["lens"].shape[0])  # out of range: dropped
             left = given | outputs
             slots = slots | {field: _store(slots[field], own, left[field]) for field in writes}

@@ -196,6 +196,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "max_len": 3 + 64,
         "speculation": (),
         "prompt_tokens": 3,
+        "max_waiting": 1,
         "batches": (1,),
         "implementation": None,
     }
@@ -210,6 +211,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "max_len": 7,
         "speculation": (DraftTree((1, 1)),),
         "prompt_tokens": 7,
+        "max_waiting": 1,
         "batches": (3,),
         "implementation": "xla",
     }
@@ -232,7 +234,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3, "--prompt", "x", "--page-size", "1", "--num-pages", "64"], "they need 65 pages"),
         (["generate", V3, "--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be"),
         (["generate", V3, "--prompt", "x", "--top-p", "0"], "top_p=0.0 must be"),
-        (["generate", V3, "--prompt", "x", "--seed", "-1"], "seed=-1 must be"),
+        (["generate", V3, "--prompt", "x", "--seed", "-1"], "--seed -1 must be"),
         (["generate", V2, "--prompt", "x", "--speculate", "3"], "no MTP layer"),
         (["generate", V3, "--prompt", "x", "--speculate", "3", "--tree", "2x1"], "not allowed with argument"),
         (["generate", V3, "--prompt", "x", "--tree", "2x0"], "tree '2x0' must be widths of at least 1 joined by x"),

@@ -4,6 +4,9 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import re
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -434,18 +437,62 @@ def test_a_callback_may_add_and_cancel_but_not_step(engine, caplog):
     assert "called from a callback" in caplog.text
 
 
+def test_whatever_a_callback_raises_loses_nobody_elses_token(engine):
+    def interrupted(output):
+        raise KeyboardInterrupt
+
+    def cancelled(output):
+        raise asyncio.CancelledError
+
+    found = {}
+    good = engine.add_request([1], SamplingParams(max_new_tokens=8))
+    bad = [engine.add_request([1], SamplingParams(max_new_tokens=8), on_output=f) for f in (cancelled, interrupted)]
+    with pytest.raises(KeyboardInterrupt):
+        collect(engine.run(), found)
+    collect(engine.run(), found)
+    assert len(found[good][0]) == 8
+    assert [found[name][1] for name in bad] == ["error", "error"]
+
+
+def test_requests_that_draft_find_nothing_of_those_that_do_not(engine):
+    """The draft layer's rows are not there: drafts from them would be worth nothing."""
+    prompt = [5, 1, 4, 4, 9, 2, 6, 8, 11, 0, 3, 7, 7]
+    serve(engine, prompt, max_new_tokens=2)
+    before = engine.statistics.reused_tokens
+    serve(engine, prompt, max_new_tokens=2, speculation=CHAIN)
+    assert engine.statistics.reused_tokens == before
+    serve(engine, prompt, max_new_tokens=2, speculation=TREE)
+    assert engine.statistics.reused_tokens == before + 12
+
+
+def test_slots_do_not_wait_for_tokens_on_their_way(engine, monkeypatch):
+    """Where somebody waits, a slot goes on as soon as its request is launched to its end; no step reads its own."""
+    launched, read = [], engine._read
+    monkeypatch.setattr(
+        engine, "_read", lambda before: (launched.append(engine._counts["launches"] - before), read(before))
+    )
+    before = engine.statistics.steps
+    for n in range(12):
+        engine.add_request([n], SamplingParams(max_new_tokens=1))
+    collect(engine.run())
+    assert engine.statistics.steps - before == 3  # four prompts in each
+    assert len(launched) <= 5
+    assert all(count == 1 for count in launched[:3])
+
+
 # Streams.
 
 
-def test_streams(engine):
+def test_streams(engine, caplog):
     """Several at a time, one left early; the engine is driven by whoever waits."""
     params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=n, speculation=KINDS[n]) for n in range(3)]
     wanted = [serve(engine, [4, 2], **vars(p)) for p in params]
 
     async def read(p, count=None):
         tokens, stream = [], engine.stream([4, 2], p)
-        async for new in stream:
-            tokens += new
+        async for output in stream:
+            tokens += output.tokens
+            assert (output.finish_reason is not None) == (len(tokens) == 16)
             if count is not None and len(tokens) >= count:
                 await stream.aclose()
         return tokens
@@ -460,6 +507,7 @@ def test_streams(engine):
         assert part == wanted[0][: len(part)]
     collect(engine.run())
     assert engine.statistics.cancelled == before + 2
+    assert not caplog.records  # of a callback into a loop that is gone
 
 
 def test_a_stream_raises_what_the_step_raises(monkeypatch):
@@ -476,8 +524,71 @@ def test_a_stream_raises_what_the_step_raises(monkeypatch):
 
     with pytest.raises(OSError, match="the device is gone"):
         asyncio.run(main())
-    with pytest.raises(ValueError, match="prompt is empty"):
-        asyncio.run(anext(engine.stream([])))
+
+
+def test_streams_that_fail_at_the_call(engine):
+    async def main():
+        with pytest.raises(ValueError, match="prompt is empty"):
+            engine.stream([])
+
+    asyncio.run(main())
+
+
+def test_a_stream_abandoned_by_its_task(engine):
+    """The consumer is cancelled while it waits: nothing is left but the request, which the next step ends."""
+
+    async def main():
+        async def read():
+            async for _ in engine.stream([1], SamplingParams(max_new_tokens=40)):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+        return [t.get_coro().__qualname__ for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+    assert set(asyncio.run(main())) <= {"Engine._drive"}
+    collect(engine.run())
+
+
+def test_requests_from_threads():
+    """Six threads add and cancel while another steps; the bound of the queue holds, everyone is answered."""
+    engine, answers, stop = small_engine(max_waiting=10, speculation=()), collections.Counter(), threading.Event()
+    engine.warm_up(progress=False)
+    waiting = []
+
+    def client(number):
+        rng, added = np.random.default_rng(number), 0
+        while added < 20:
+            try:
+                params = SamplingParams(max_new_tokens=int(rng.integers(1, 5)))
+                name = engine.add_request([number], params, on_output=lambda o: answers.update([o.finish_reason]))
+            except QueueFull:
+                time.sleep(0.001)
+                continue
+            added += 1
+            if rng.random() < 0.2:
+                engine.cancel(name)
+
+    def watch():
+        while not stop.is_set():
+            statistics = engine.statistics
+            waiting.append(statistics.waiting - statistics.preemptions)
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(6)]
+    watcher = threading.Thread(target=watch)
+    for thread in [*threads, watcher]:
+        thread.start()
+    while engine.busy or any(thread.is_alive() for thread in threads):
+        engine.step()
+    stop.set()
+    watcher.join()
+    assert answers["length"] + answers["cancelled"] == 120
+    assert max(waiting) <= 10
+    assert_idle(engine)
 
 
 # The device's side.
@@ -574,11 +685,12 @@ def test_a_request_that_could_never_run():
 @pytest.mark.parametrize(
     "params",
     [{"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
-     {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}, {"seed": 2**32}],
+     {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}, {"seed": 2**32}, {"seed": 1.5},
+     {"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"stop_tokens": None}, {"stop_tokens": (1.5,)}],
 )  # fmt: skip
-def test_wrong_params(params):
+def test_wrong_params(params, unchecked):
     ((name, value),) = params.items()
-    with pytest.raises(ValueError, match=f"{name}={value} must be"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value} must be")):
         SamplingParams(**params)
 
 

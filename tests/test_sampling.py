@@ -118,3 +118,9 @@ def test_equal_logits_at_the_edge_stay():
     logits = jnp.asarray([[[2.0, 1.0, 1.0, 0.0]]])
     found = {int(draw(logits, np.int32([[p]]), options(1, top_k=2))[0, 0]) for p in range(200)}
     assert found == {0, 1, 2}
+
+
+def test_the_edges_of_float32():
+    """A top_p that is 0 in float32 leaves the likeliest token, and so does a temperature of almost nothing."""
+    assert (drawn(top_p=1e-46) == LOGITS.argmax()).all()
+    assert (drawn(temperature=1e-38) == LOGITS.argmax()).all()

@@ -123,6 +123,21 @@ def test_who_leads_to_a_page_is_used_with_it(pages, cache):
     assert cache.fork("look", system) == 2 * P
 
 
+def test_a_beginning_that_was_lost_is_found_again(pages, cache):
+    """Two copies of a beginning; the second is gone while what follows the first is in use."""
+    system, texts = [7] * 2 * P, {n: [7] * 2 * P + [n] * P for n in (1, 2)}
+    for n, tokens in texts.items():
+        pages.create(n, len(tokens))
+    for n, tokens in texts.items():
+        cache.keep(n, tokens)
+    pages.free(2)
+    assert cache.evict(9)  # all of the second's: the first runs
+    assert cache.fork("look", system) == 0
+    pages.free("look")
+    cache.keep(1, texts[1])
+    assert cache.fork("look", texts[1]) == 3 * P
+
+
 def test_clear(pages, cache):
     served(pages, cache, "a", list(range(20)))
     cache.clear()
@@ -165,7 +180,10 @@ class Machine(RuleBasedStateMachine):
     def keep(self, data, share):
         if self.live:
             name = data.draw(st.sampled_from(sorted(self.live)))
-            self.cache.keep(name, self.live[name][: round(share * len(self.live[name]))])
+            tokens = self.live[name][: round(share * len(self.live[name]))]
+            self.cache.keep(name, tokens)
+            assert self.cache.fork("look", tokens) == len(tokens) // 2 * 2  # what is kept is found
+            self.pages.free("look")
 
     @rule(data=st.data())
     def end(self, data):
