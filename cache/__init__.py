@@ -1,4 +1,4 @@
-"""State: what is stored (pools), where it goes (write), and who owns it (pages)."""
+"""State: what is stored (pools), where it goes (write), who owns it (pages), and what is found again (prefix)."""
 
 from mla_attn.cache.pools import LatentPool
 from mla_attn.cache.write import move_rows, read_latent, write_latent

@@ -2,7 +2,8 @@
 
 Ops are pure functions of arrays, a paged cache pytree and metadata, for use inside ``jax.jit``. ``mla_attn.steps`` has
 the jitted entry point of each serving mode, ``mla_attn.buckets`` compiles whole-model passes ahead of time,
-``mla_attn.models`` holds DeepSeek-V2/V3 in Flax NNX, and ``mla_attn.generation`` runs it.
+``mla_attn.models`` holds DeepSeek-V2/V3 in Flax NNX, ``mla_attn.generation`` runs it over one batch, and
+``mla_attn.engine`` serves it to many requests.
 """
 
 from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
