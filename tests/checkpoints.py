@@ -1,11 +1,13 @@
 """The fixtures, and a writer that makes variants of them: other names, shapes, types, shards, FP8 blocks."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
+from mla_attn.models import DeepseekConfig
 from mla_attn.models.safetensors import list_tensors
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -20,6 +22,24 @@ DTYPE_NAMES = {
     "int8": "I8",
 }
 E4M3_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+
+
+def small_config(vocab_size: int) -> DeepseekConfig:
+    """The V3 fixture's with one layer and a draft layer, and next to nothing to compute."""
+    return dataclasses.replace(
+        DeepseekConfig.from_hf(json.loads((V3 / "config.json").read_text())),
+        num_hidden_layers=1,
+        first_k_dense_replace=2,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        vocab_size=vocab_size,
+    )
 
 
 def read_checkpoint(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:

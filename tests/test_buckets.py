@@ -1,7 +1,6 @@
 """Buckets over a small function, then the passes of a small model over their ladders."""
 
 import dataclasses
-import json
 import time
 
 import jax
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from checkpoints import V3
+from checkpoints import small_config
 from mla_attn import buckets as module
 from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
 from mla_attn.cache import LatentPool
-from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
+from mla_attn.models import DeepseekForCausalLM
 from mla_attn.passes import Passes, Shapes
 from mla_attn.speculative import DraftTree
 
@@ -206,21 +205,7 @@ PASSES = ("prefill", "extend", "draft_prefill", "decode", "draft_decode", "targe
 
 @pytest.fixture(scope="module")
 def passes():
-    config = dataclasses.replace(
-        DeepseekConfig.from_hf(json.loads((V3 / "config.json").read_text())),
-        num_hidden_layers=1,
-        first_k_dense_replace=2,
-        hidden_size=16,
-        intermediate_size=16,
-        num_attention_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        vocab_size=32,
-    )
-    model = DeepseekForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = DeepseekForCausalLM(small_config(32), dtype=jnp.float32, rngs=nnx.Rngs(0))
     shapes = Shapes(
         batches=BATCHES,
         prompt_rows=ROWS,

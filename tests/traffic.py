@@ -3,20 +3,18 @@
 Nothing of the engine takes part in the judgement: no page, no cache, no other request, no draft.
 """
 
-import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from checkpoints import V3
+from checkpoints import small_config
 from mla_attn import metadata as build
 from mla_attn.cache import LatentPool
 from mla_attn.engine import Engine, SamplingParams
-from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
+from mla_attn.models import DeepseekForCausalLM
 from mla_attn.speculative import DraftTree
 
 CHAIN, TREE = DraftTree.chain(2), DraftTree((2, 1))
@@ -27,21 +25,7 @@ TIE = 2e-3
 
 @functools.cache
 def small_model(vocab_size: int = 13) -> DeepseekForCausalLM:
-    config = dataclasses.replace(
-        DeepseekConfig.from_hf(json.loads((V3 / "config.json").read_text())),
-        num_hidden_layers=1,
-        first_k_dense_replace=2,
-        hidden_size=16,
-        intermediate_size=16,
-        num_attention_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        vocab_size=vocab_size,
-    )
-    model = DeepseekForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = DeepseekForCausalLM(small_config(vocab_size), dtype=jnp.float32, rngs=nnx.Rngs(0))
     # Random weights as they are would give logits that are all about equal: no token would be wrong.
     nnx.update(model, jax.tree.map(lambda w: 20 * w if w.ndim > 1 else w, nnx.state(model)))
     return model
