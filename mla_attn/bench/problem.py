@@ -65,7 +65,10 @@ def _fill(key, seen, layers, channels, dtype):
     """[layers * N, P, C]: a layer has the rows of the one before, a page further on: random bits for one layer."""
     rows = jax.random.normal(key, (*seen.shape, channels), dtype)
     poison = jnp.array(jnp.nan, dtype)
-    layer = lambda i: jnp.where(seen[..., None], jnp.roll(rows, i, axis=0), poison)  # noqa: E731
+
+    def layer(i):
+        return jnp.where(seen[..., None], jnp.roll(rows, i, axis=0), poison)
+
     return jax.lax.map(layer, jnp.arange(layers, dtype=jnp.int32)).reshape(-1, *rows.shape[1:])
 
 
