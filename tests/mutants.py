@@ -32,6 +32,7 @@ METADATA = "tests/test_metadata.py"
 STEPS = "tests/test_steps.py"
 SAMPLING = "tests/test_sampling.py::"
 PREFIX = "tests/cache/test_prefix.py::"
+SLOTS = "tests/test_slots.py"
 ENGINE = "tests/test_engine.py::"
 
 
@@ -87,7 +88,10 @@ MUTANTS = (
     Mutant("top-p after all tokens, not after top-k", "mla_attn/sampling.py", "jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)", "jax.nn.softmax(ordered, axis=-1)", SAMPLING + "test_distribution"),
     Mutant("pages found by their own tokens alone", "cache/prefix.py", "hashlib.blake2b(digest + data[", "hashlib.blake2b(data[", PREFIX + "test_the_same_page_after_another_beginning_is_another"),
     Mutant("beginnings let go before ends", "cache/prefix.py", "for name in reversed(path):", "for name in path:", PREFIX + "test_who_leads_to_a_page_is_used_with_it"),
-    Mutant("padding requests write a slot", "mla_attn/slots.py", "own = jnp.where(live, own, slots", "own = jnp.where(live | ~live, own, slots", ENGINE + "test_tokens"),
+    Mutant("padding requests write a slot", "mla_attn/slots.py", "own = jnp.where(live, own, slots", "own = jnp.where(live | ~live, own, slots", SLOTS),
+    Mutant("padding requests draw", "mla_attn/slots.py", "jnp.where(live, taken[\"temperature\"], 0.0)", "taken[\"temperature\"]", SLOTS),
+    Mutant("a lost beginning stays lost", "cache/prefix.py", "if all(digest in self._holder for digest in digests):", "if not digests or digests[-1] in self._holder:", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
+    Mutant("a callback's interrupt goes through", "mla_attn/engine.py", "except BaseException as error:", "except Exception as error:", ENGINE + "test_whatever_a_callback_raises_loses_nobody_elses_token"),
     Mutant("room for one row in flight too few", "mla_attn/engine.py", "request.prompt_rows + request.rows + request.ahead", "request.prompt_rows + request.rows", ENGINE + "test_tokens"),
     Mutant("preempted requests lose their tokens", "mla_attn/engine.py", "self._waiting.appendleft(request)", "del request.tokens[request.prompt_len :]; self._waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),
 )

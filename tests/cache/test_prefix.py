@@ -109,14 +109,21 @@ def test_a_common_beginning_outlives_what_follows_it(pages, cache):
     assert served(pages, cache, "d", [*system, 9])[0] == 2 * P
 
 
-def test_who_leads_to_a_page_is_used_with_it(pages, cache):
-    """Two copies of a beginning, computed side by side: the one found last leads to what follows either."""
+def two_copies(pages, cache):
+    """A beginning that two requests have computed side by side, and their texts; both run, both are kept."""
     system, texts = [7] * 2 * P, {n: [7] * 2 * P + [n] * P for n in (1, 2)}
     for n, tokens in texts.items():
         pages.create(n, len(tokens))
     for n, tokens in texts.items():
         cache.keep(n, tokens)
-        pages.free(n)
+    return system, texts
+
+
+def test_who_leads_to_a_page_is_used_with_it(pages, cache):
+    """The copy kept last leads to what follows either."""
+    system, texts = two_copies(pages, cache)
+    pages.free(1)
+    pages.free(2)
     assert cache.fork("look", texts[1]) == 3 * P  # through pages of the second
     pages.free("look")
     assert cache.evict(8)
@@ -124,12 +131,8 @@ def test_who_leads_to_a_page_is_used_with_it(pages, cache):
 
 
 def test_a_beginning_that_was_lost_is_found_again(pages, cache):
-    """Two copies of a beginning; the second is gone while what follows the first is in use."""
-    system, texts = [7] * 2 * P, {n: [7] * 2 * P + [n] * P for n in (1, 2)}
-    for n, tokens in texts.items():
-        pages.create(n, len(tokens))
-    for n, tokens in texts.items():
-        cache.keep(n, tokens)
+    """The second copy is gone while what follows the first is in use."""
+    system, texts = two_copies(pages, cache)
     pages.free(2)
     assert cache.evict(9)  # all of the second's: the first runs
     assert cache.fork("look", system) == 0
