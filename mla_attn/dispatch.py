@@ -5,10 +5,14 @@ named). Each has one predicate, ``supports(call) -> str | None``: a reason for r
 error a user sees, the tests that expect a refusal and ``mla-attn supports`` all read that one predicate.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
 ENVIRONMENT_VARIABLE = "MLA_ATTN_IMPLEMENTATION"
@@ -16,11 +20,53 @@ ENVIRONMENT_VARIABLE = "MLA_ATTN_IMPLEMENTATION"
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op."""
+    """One way to compute an op. ``plan`` makes what all layers of a step share, where there is such a thing."""
 
     name: str
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
+    plan: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What programs are made for.
+
+    Attributes:
+        platform: "cpu", "gpu" or "tpu".
+        compute_capability: of an NVIDIA GPU, such as "9.0"; else None.
+        cores: streaming multiprocessors of a GPU; else 1.
+    """
+
+    platform: str
+    compute_capability: str | None = None
+    cores: int = 1
+
+
+H200 = Device("gpu", "9.0", 132)
+_TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
+
+
+def current_device() -> Device:
+    """The default backend's first device, unless ``compiling_for`` says otherwise."""
+    if (target := _TARGET.get()) is not None:
+        return target
+    device = jax.devices()[0]
+    capability, cores = (getattr(device, name, None) for name in ("compute_capability", "core_count"))
+    return Device(jax.default_backend(), capability, cores or 1)
+
+
+@contextlib.contextmanager
+def compiling_for(device: Device) -> Iterator[None]:
+    """Choices inside are made for ``device``: for lowering and compiling ahead of time where it is not.
+
+    The caches of ``jax.jit`` do not know of it: trace a function for one device only.
+    """
+    token = _TARGET.set(device)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
 
 
 def choose(op: str, call: Any, implementations: tuple[Implementation, ...], name: str | None) -> Implementation:

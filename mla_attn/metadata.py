@@ -19,6 +19,7 @@ All builders are pure functions of device arrays with static shapes, to be calle
 """
 
 import dataclasses
+from collections.abc import Hashable
 
 import jax
 import jax.core
@@ -48,6 +49,7 @@ class AttentionMetadata:
         work: work list of split-KV kernels, empty where an implementation needs none.
         max_q_len: static bound S of ``q_lens``.
         kv_stride: static position step between table slots.
+        work_plan: static, what ``work`` was made for by ``plan_mla``; None while it is empty.
     """
 
     q_starts: Int[Array, "B"]
@@ -60,6 +62,7 @@ class AttentionMetadata:
     work: Int[Array, "items"]
     max_q_len: int = dataclasses.field(metadata={"static": True})
     kv_stride: int = dataclasses.field(default=1, metadata={"static": True})
+    work_plan: Hashable = dataclasses.field(default=None, metadata={"static": True})
 
 
 def for_decode(

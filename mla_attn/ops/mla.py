@@ -8,8 +8,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_attn import mosaic_gpu
 from mla_attn.cache.pools import LatentPool
-from mla_attn.dispatch import Implementation, choose
+from mla_attn.dispatch import Implementation, choose, current_device
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.checks import check_out_dtype, check_pool, check_shape, check_type
 from mla_attn.reference.mla import mla_attention as reference_mla
@@ -29,6 +30,7 @@ class MLACall:
     tree: bool = False
     batch_invariant: bool = False
     platform: str = "cpu"
+    compute_capability: str | None = None
 
     def __post_init__(self):
         if self.page_size < 1 or self.max_q_len < 1:
@@ -55,6 +57,7 @@ def _reference_supports(call: MLACall) -> str | None:
 
 
 IMPLEMENTATIONS = (
+    Implementation("mosaic_gpu", mosaic_gpu.supports_mla, mosaic_gpu.mla_attention, mosaic_gpu.plan_mla),
     Implementation("xla", _xla_supports, xla_mla),
     Implementation("reference", _reference_supports, reference_mla),
 )
@@ -111,16 +114,8 @@ def mla_attention(
     """
     _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer)
     check_out_dtype(out_dtype)
-    call = MLACall(
-        spec=spec,
-        page_size=pool.page_size,
-        dtype=pool.dtype,
-        max_q_len=metadata.max_q_len,
-        causal=causal,
-        tree=tree_mask is not None,
-        batch_invariant=batch_invariant,
-        platform=jax.default_backend(),
-    )
+    out_dtype = np.dtype(q_latent.dtype if out_dtype is None else out_dtype)
+    call = _call(pool, metadata, spec, causal, tree_mask is not None, batch_invariant)
     chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
     with jax.named_scope(f"mla_attention_{chosen.name}"):
         out, lse = chosen.run(
@@ -133,9 +128,59 @@ def mla_attention(
             causal=causal,
             tree_mask=tree_mask,
             batch_invariant=batch_invariant,
+            out_dtype=out_dtype,
         )
-    out = out.astype(q_latent.dtype if out_dtype is None else out_dtype)
+    out = out.astype(out_dtype)
     return (out, lse) if return_lse else out
+
+
+def plan_mla(
+    metadata: AttentionMetadata,
+    pool: LatentPool,
+    spec: MLASpec,
+    *,
+    causal: bool = True,
+    tree: bool = False,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+    batch_invariant: bool = False,
+) -> AttentionMetadata:
+    """The metadata with the work list that calls of ``mla_attention`` with it share: made once a step for all layers.
+
+    Without it, or where a call differs from what it was made for, the call makes one of its own, which takes time but
+    changes nothing. The list holds for the lengths and rows it was made from: plan again after replacing them.
+
+    Args:
+        metadata: from a builder.
+        pool, spec, causal, implementation, batch_invariant: as in the calls to come.
+        tree: whether they have a ``tree_mask``.
+        out_dtype: dtype of their results.
+
+    Raises:
+        NotImplementedError: no implementation (or not the named one) serves such calls, with the reason.
+    """
+    call = _call(pool, metadata, spec, causal, tree, batch_invariant)
+    chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
+    if chosen.plan is None:
+        return metadata
+    return chosen.plan(
+        metadata, pool, spec, causal=causal, batch_invariant=batch_invariant, out_dtype=np.dtype(out_dtype)
+    )
+
+
+def _call(pool, metadata, spec, causal, tree, batch_invariant) -> MLACall:
+    device = current_device()
+    return MLACall(
+        spec=spec,
+        page_size=pool.page_size,
+        dtype=pool.dtype,
+        max_q_len=metadata.max_q_len,
+        causal=causal,
+        tree=tree,
+        batch_invariant=batch_invariant,
+        platform=device.platform,
+        compute_capability=device.compute_capability,
+    )
 
 
 def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):

@@ -6,9 +6,9 @@ from mla_attn.cache.write import read_latent
 from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 
-def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant):
+def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
     """``(out float32 [T, H, R], lse float32 [T, H])``: gathers every table slot of every request."""
-    del batch_invariant  # refused before
+    del batch_invariant, out_dtype  # the one is refused before; the result is float32
     m = metadata
     slots = m.page_table.shape[1] * pool.page_size
     latent, rope = read_latent(pool, m.page_table, jnp.zeros_like(m.kv_lens), slots, layer=layer)

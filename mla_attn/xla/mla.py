@@ -7,12 +7,13 @@ from mla_attn.cache.write import gather_index
 from mla_attn.xla.blockwise import Batch, Rules, block_keys, blockwise_attention, make_plan
 
 
-def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant):
+def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
     """``(out float32 [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32.
 
     With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a
     block that depends on the page size alone: every row then goes through the same products in the same order.
     """
+    del out_dtype  # the result is float32
     m = metadata
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride)
     rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask)

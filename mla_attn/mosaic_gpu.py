@@ -1,0 +1,121 @@
+"""The ops on Hopper GPUs: what the Pallas Mosaic GPU kernels serve, and the arrays and work lists they take."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mla_attn.dispatch import current_device
+from mla_attn.metadata import row_owners
+from mla_attn.pallas_kernels.schedule import TILE, Plan, work_list
+
+COMPUTE_CAPABILITY = "9.0"
+_HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
+_LATENTS = ((512, 64), (256, 64), (512, 0))
+
+
+def supports_mla(call) -> str | None:
+    """Why ``mla_attention`` is not served, or None; ``call`` is an ``ops.mla.MLACall``."""
+    spec, latent = call.spec, (call.spec.kv_lora_rank, call.spec.qk_rope_head_dim)
+    if call.platform != "gpu" or call.compute_capability != COMPUTE_CAPABILITY:
+        where = call.platform if call.compute_capability is None else f"compute capability {call.compute_capability}"
+        return f"{where}: must be an NVIDIA GPU of compute capability {COMPUTE_CAPABILITY}"
+    if call.dtype != jnp.bfloat16:
+        return f"a {call.dtype} pool: must be bfloat16"
+    if latent not in _LATENTS:
+        return f"latent {latent[0]} + {latent[1]}: must be {', '.join(f'{r} + {e}' for r, e in _LATENTS)}"
+    if call.page_size % 16:
+        return f"page_size={call.page_size}: must be a multiple of 16"
+    if spec.window is not None:
+        return f"window={spec.window}: must be None"
+    if spec.soft_cap is not None:
+        return f"soft_cap={spec.soft_cap}: must be None"
+    return None
+
+
+def mla_config(heads: int, max_q_len: int):
+    """How the kernel runs best for requests of so many rows."""
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import BLOCK_ROWS, Config
+
+    compute_bound = heads * max_q_len > BLOCK_ROWS
+    return Config(cluster=2, prefetch=1) if compute_bound else Config()
+
+
+def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype, config=None) -> Plan:
+    heads = -(-spec.num_heads // _HEADS) * _HEADS
+    config = mla_config(heads, metadata.max_q_len) if config is None else config
+    return Plan(
+        num_requests=metadata.q_lens.shape[0],
+        num_rows=metadata.slots.shape[0] * heads,
+        heads=heads,
+        group_rows=config.group_rows,
+        lanes=current_device().cores // config.cluster,
+        max_tiles=-(-metadata.page_table.shape[1] * page_size // TILE),
+        combine_all=out_dtype != jnp.bfloat16,  # only what the combine writes was not rounded to bfloat16 before
+        invariant=batch_invariant,
+    )
+
+
+def plan_mla(metadata, pool, spec, *, causal, batch_invariant, out_dtype):
+    """The metadata with a work list."""
+    plan = _plan(metadata, spec, pool.page_size, batch_invariant=batch_invariant, out_dtype=out_dtype)
+    work = _work(metadata, plan, causal=causal)
+    return dataclasses.replace(metadata, work=work, work_plan=(plan, causal))
+
+
+def _work(m, plan: Plan, *, causal: bool):
+    if m.work_plan == (plan, causal):
+        return m.work
+    lengths = (m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets)
+    return work_list(*lengths, plan=plan, max_q_len=m.max_q_len, causal=causal, kv_stride=m.kv_stride)
+
+
+def mla_attention(
+    q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype, config=None
+):
+    """``(out [T, H, R], lse float32 [T, H])``; out is float32 or bfloat16."""
+    from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import Call, mla_decode
+
+    m, tokens, heads, rank = metadata, *q_latent.shape
+    if tokens == 0 or m.q_lens.shape[0] == 0:
+        return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf)
+    config = mla_config(heads, m.max_q_len) if config is None else config
+    plan = _plan(m, spec, pool.page_size, batch_invariant=batch_invariant, out_dtype=out_dtype, config=config)
+    work = _work(m, plan, causal=causal)
+    call = Call(
+        heads=plan.heads,
+        scale=spec.scale,
+        max_q_len=m.max_q_len,
+        num_pages=pool.num_pages,
+        causal=causal,
+        kv_stride=m.kv_stride,
+        page_stride=pool.page_stride,
+        layer_stride=pool.layer_stride,
+        tree_keys=0 if tree_mask is None else tree_mask.shape[2],
+    )
+    tree = None if tree_mask is None else _tree_words(tree_mask, m, plan)
+    q_latent, q_rope = (_rows(q, plan) for q in (q_latent, q_rope))
+    q_rope = q_rope if q_rope.shape[1] else None
+    arrays = (q_latent, q_rope, pool.data, m.page_table, layer.reshape(1), work, tree)
+    out, lse, *partial = mla_decode(*arrays, call=call, plan=plan, config=config)
+    out, lse = combine(work, *partial, out.astype(out_dtype), lse, plan=plan)
+    return tuple(x.reshape(tokens, plan.heads, *x.shape[1:])[:, :heads] for x in (out, lse))
+
+
+def _rows(q, plan):
+    """[T * heads, ...] in the kernel's type, heads padded."""
+    q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, plan.heads - q.shape[1]), (0, 0)))
+    return q.reshape(-1, q.shape[2])
+
+
+def _tree_words(tree_mask, m, plan):
+    """Bits of each row's mask, 32 keys a word: int32 [words, rows and a group more]."""
+    tokens, keys = m.slots.shape[0], tree_mask.shape[2]
+    words = -(-keys // 32)
+    bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, words * 32 - keys))).reshape(*tree_mask.shape[:2], words, 32)
+    packed = (bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    owner, _ = row_owners(m.q_starts, m.q_lens, tokens)
+    row = jnp.clip(jnp.arange(tokens, dtype=jnp.int32) - m.q_starts[owner], 0, m.max_q_len - 1)
+    packed = jax.lax.bitcast_convert_type(packed[owner, row], jnp.int32)  # [T, words]
+    return jnp.pad(jnp.repeat(packed.T, plan.heads, axis=1), ((0, 0), (0, plan.group_rows)))

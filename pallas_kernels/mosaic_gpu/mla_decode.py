@@ -1,0 +1,578 @@
+"""Absorbed MLA over a paged bf16 cache: decode, verify, draft-extend, trees. For compute capability 9.0.
+
+A thread block takes 64 rows (query tokens times heads) of an item of the work list, that is, some tiles of 64 keys.
+Three warpgroups: the last one loads (TMA); the other two own one half of the value channels each. Tiles come in pairs.
+Of tile 0 the scores S and the softmax are warpgroup 0's, of tile 1 warpgroup 1's; each then needs the other's
+probabilities P, which cross through the rope part of the tile they belong to, which is dead by then:
+
+    warpgroup 0                                      warpgroup 1
+    m0 = max(m, S0)              --- m0 --->         m1 = max(m0, S1)
+    P0 = exp(S0 - m0)            <-- m1 ----         P1 = exp(S1 - m1)
+    O = O exp(m - m0) + P0 V0    (registers)         O = O exp(m - m1) + P1 V1
+    P0, O = (P0, O) exp(m0 - m1) <-- P0, P1 -->
+    O = O + P1 V1                (shared memory)     O = O + P0 V0
+    S0 = Q K0 of the next pair                       S1 = Q K1 of the next pair
+
+The running maximum stays as it is while it grows by less than ``lazy`` (in log2), so that most rescaling is skipped:
+the sums cancel it exactly, and P stays below 2**lazy.
+
+Shared memory for 512 + 64 channels: queries 72 KB, two tiles 144 KB, statistics 1 KB; 217 KB of 227.
+
+Roofline: a key takes 2 * (2 R + E) FLOP a row and 2 * (R + E) bytes. At 790 TFLOP/s and 4.46 TB/s, 128 requests of 4096
+keys with 128 rows each take 185 us of products and 135 us of reads.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, ROW, fence_proxy, scale_rows, sync_warpgroup
+from mla_attn.pallas_kernels.schedule import ITEM, TILE, Plan
+
+BLOCK_ROWS = 64  # of a thread block: M of wgmma
+STORE_ROWS = 8  # a block that is not full writes its rows by so many
+_START, _MASKED = -1e30, -1e33  # the running maximum (log2) of a row that has seen no key; a masked score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel runs; results are the same up to rounding.
+
+    Attributes:
+        cluster: thread blocks, each with 64 rows of a group, that load a tile once for all of them: 1 or 2.
+        prefetch: pairs of tiles asked into L2 ahead of their load; pays where the products are the bound.
+        lazy: log2 by which the maximum may grow before sums are rescaled; 0 rescales at every growth.
+    """
+
+    cluster: int = 1
+    prefetch: int = 0
+    lazy: float = 8.0
+
+    def __post_init__(self):
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster={self.cluster} must be 1 or 2")
+        if self.prefetch not in (0, 1, 2):
+            raise ValueError(f"prefetch={self.prefetch} must be 0, 1 or 2")
+        if not 0 <= self.lazy <= 16:
+            raise ValueError(f"lazy={self.lazy} must be 0 to 16: probabilities grow up to 2**lazy")
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a group of the work list."""
+        return BLOCK_ROWS * self.cluster
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Static facts of a call; ``num_pages`` and the strides as in a pool."""
+
+    heads: int
+    scale: float
+    max_q_len: int
+    num_pages: int
+    causal: bool = True
+    kv_stride: int = 1
+    page_stride: int = 1
+    layer_stride: int = 0
+    tree_keys: int = 0  # M of a tree mask; 0 without one
+
+
+def mla_decode(
+    q_latent: BFloat16[Array, "rows R"],
+    q_rope: BFloat16[Array, "rows E"] | None,
+    pages: BFloat16[Array, "pages P C"],
+    page_table: Int32[Array, "B W"],
+    layer: Int32[Array, "1"],
+    work: Int32[Array, "size"],
+    tree: Int32[Array, "words tree_rows"] | None,
+    *,
+    call: Call,
+    plan: Plan,
+    config: Config,
+) -> tuple[
+    BFloat16[Array, "rows R"],
+    Float32[Array, "rows"],
+    Float32[Array, "partials group_rows R"],
+    Float32[Array, "partials group_rows"],
+]:
+    """``(out, lse)``, and partial results with their log2-sum-exp for what the combine joins.
+
+    Args:
+        q_latent: packed rows (token, head).
+        q_rope: their rope part; None where E is 0.
+        pages: the pool, all layers; P is a multiple of 8.
+        page_table: ids within a layer; whatever they are, nothing outside ``pages`` is read.
+        layer: layer of the pool.
+        work: of ``schedule.work_list`` for ``plan``.
+        tree: bit c % 32 of ``tree[c // 32, row]`` says whether the row sees key c of ``call.tree_keys``, as in a tree
+            mask; ``config.group_rows`` rows of anything follow the last. None without a tree.
+    """
+    rope = 0 if q_rope is None else q_rope.shape[1]
+    body = _Body(call, plan, config, rank=q_latent.shape[1], rope=rope, page=pages.shape[1])
+    X, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
+    rows, rank = q_latent.shape
+    cluster = {"cluster": (config.cluster,), "cluster_names": ("block",)} if config.cluster > 1 else {}
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            X((rows, rank), bf16),
+            X((rows,), f32),
+            X((plan.num_partials, config.group_rows, rank), f32),
+            X((plan.num_partials, config.group_rows), f32),
+        ),
+        grid=(plan.num_items,),
+        grid_names=("item",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=body.scratch(),
+        # Barriers are where the diagram above needs them.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="mla_decode",
+        **cluster,
+    )
+    unused = jnp.zeros((1, 1), jnp.int32)
+    return kernel(
+        q_latent, unused if q_rope is None else q_rope, pages, page_table, layer, work, unused if tree is None else tree
+    )
+
+
+class _Body:
+    """The kernel's body: called with the references, it holds them while it is traced."""
+
+    def __init__(self, call: Call, plan: Plan, config: Config, *, rank: int, rope: int, page: int):
+        self.call, self.plan, self.config = call, plan, config
+        self.rank, self.rope, self.page = rank, rope, page
+        self.half = rank // 2
+        self.piece = math.gcd(page, TILE)  # keys of one copy: they lie in one page, and in one tile
+        self.log2_scale = call.scale * math.log2(math.e)
+
+    def scratch(self) -> dict:
+        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        bf16, copies = jnp.bfloat16, TILE // self.piece
+
+        def buffer(count, rows, columns):
+            return plgpu.SMEM((count, rows, columns), bf16, transforms=tiled)
+
+        def full(arrivals):
+            return plgpu.Barrier(num_barriers=2, num_arrivals=arrivals)
+
+        clustered = self.config.cluster > 1
+        empty = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2) if clustered else full(1)
+        return {
+            "queries": buffer(1, BLOCK_ROWS, self.rank),
+            "queries_rope": buffer(1, BLOCK_ROWS, max(self.rope, 64)),
+            "left": buffer(2, TILE, self.half),  # of two tiles: value channels of warpgroup 0,
+            "right": buffer(2, TILE, self.half),  # those of warpgroup 1,
+            "side": buffer(2, TILE, max(self.rope, TILE)),  # the rope part, then the probabilities
+            "stats": plgpu.SMEM((4, BLOCK_ROWS), jnp.float32),  # the maxima, then the sums, of either warpgroup
+            "full_q": plgpu.Barrier(num_arrivals=2 if self.rope else 1),
+            "full": {"left": full(copies), "right": full(copies), "side": full(copies if self.rope else 1)},
+            "empty": {"left": empty, "right": empty, "side": empty},
+            "max_ready": full(1),
+            "p_ready": full(1),
+            "sums_ready": plgpu.Barrier(num_arrivals=2),
+        }
+
+    def __call__(self, q_latent, q_rope, pages, page_table, layer, work, tree, out, lse, partial, partial_lse, **smem):
+        self.gmem_q = (q_latent, q_rope)
+        self.pages, self.page_table, self.layer, self.tree_words = pages, page_table, layer, tree
+        self.out, self.lse, self.partial, self.partial_lse = out, lse, partial, partial_lse
+        self.smem = smem
+        self.block = lax.axis_index("block") if self.config.cluster > 1 else jnp.int32(0)
+        record = lax.axis_index("item") * len(ITEM)
+        self.item = {name: work[record + n] for n, name in enumerate(ITEM)}
+        self.pairs = lax.max(lax.div(self.item["tiles"] + 1, 2), 1)
+        self.first_row = pl.multiple_of(self.item["row"] + self.block * BLOCK_ROWS, STORE_ROWS)
+        warpgroup, live = lax.axis_index("warpgroup"), self.item["rows"] > 0
+
+        @pl.when((warpgroup == 2) & live)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            self._load()
+
+        for number, consumer in enumerate((_Left(self), _Right(self))):
+
+            @pl.when((warpgroup == number) & live)
+            def _(consumer=consumer):
+                plgpu.set_max_registers(232, action="increase")
+                consumer.run()
+
+    # The loading warpgroup
+
+    def _load(self) -> None:
+        smem = self.smem
+        rows = pl.ds(self.first_row, BLOCK_ROWS)  # those past the last row are zeros, and not written
+        plgpu.copy_gmem_to_smem(self.gmem_q[0].at[rows], smem["queries"].at[0], smem["full_q"])
+        if self.rope:
+            plgpu.copy_gmem_to_smem(self.gmem_q[1].at[rows], smem["queries_rope"].at[0], smem["full_q"])
+        self._load_pair(0, first=True)
+        for t in range(1, self.config.prefetch + 1):
+            self._prefetch(t)
+
+        @pl.loop(1, self.pairs)
+        def _(t):
+            self._prefetch(t + self.config.prefetch)
+            self._load_pair(t, first=False)
+
+    def _load_pair(self, t, *, first: bool) -> None:
+        """In the order in which the two warpgroups use the parts, and let go of them."""
+        tiles = [self._places(2 * t), self._places(2 * t + 1)]
+        for at, part in ((0, "left"), (1, "right"), (0, "right"), (0, "side"), (1, "left"), (1, "side")):
+            if not first:
+                plgpu.barrier_wait(self.smem["empty"][part].at[at])
+            full = self.smem["full"][part].at[at]
+            if part == "side" and not self.rope:
+                plgpu.barrier_arrive(full)
+                continue
+            for n, place in enumerate(tiles[at]):
+                keys = pl.ds(n * self.piece, self.piece)
+                to = self.smem[part].at[at] if self.piece == TILE else self.smem[part].at[at, keys]
+                plgpu.copy_gmem_to_smem(self._part(place, part), to, full, collective_axes=self._collective)
+
+    def _prefetch(self, t) -> None:
+        if not self.config.prefetch:
+            return
+
+        @pl.when(t < self.pairs)
+        def _():
+            for place in self._places(2 * t) + self._places(2 * t + 1):
+                for part in ("left", "right", "side") if self.rope else ("left", "right"):
+                    plgpu.async_prefetch(self._part(place, part), collective_axes=self._collective)
+
+    @property
+    def _collective(self):
+        return "block" if self.config.cluster > 1 else None
+
+    def _places(self, j) -> list:
+        """(physical page, first slot in it) of each piece of tile ``j`` of the item.
+
+        Past the item's end it is the last tile again, whose scores will be masked; without tiles, anything.
+        """
+        call, item = self.call, self.item
+        tile = item["tile"] + lax.max(lax.min(j, item["tiles"] - 1), 0)
+        places = []
+        for n in range(TILE // self.piece):
+            if self.page == TILE:
+                column, slot = tile, 0
+            else:
+                slot = tile * TILE + n * self.piece
+                column, slot = lax.div(slot, self.page), pl.multiple_of(lax.rem(slot, self.page), self.piece)
+            column = lax.min(column, self.page_table.shape[1] - 1)
+            page = lax.clamp(0, self.page_table[item["request"], column], call.num_pages - 1)
+            places.append((page * call.page_stride + self.layer[0] * call.layer_stride, slot))
+        return places
+
+    def _part(self, place, part: str):
+        """Some channels of a piece, in global memory."""
+        page, slot = place
+        offset, size = {"left": (0, self.half), "right": (self.half, self.half), "side": (self.rank, self.rope)}[part]
+        keys = slice(None) if self.page == TILE else pl.ds(slot, self.piece)
+        return self.pages.at[page, keys, pl.ds(offset, size)]
+
+
+class _Consumer:
+    """What both warpgroups with value channels do alike."""
+
+    number: int  # of the warpgroup, and of its tile in a pair
+    part: str  # its channels
+    order: tuple[str, ...]  # in which the parts of its tile arrive
+
+    def __init__(self, body: _Body):
+        self.body, self.call, self.config = body, body.call, body.config
+
+    def step(self, t, carry, *, last: bool):
+        raise NotImplementedError
+
+    def run(self) -> None:
+        body, self.smem = self.body, self.body.smem
+        self._limits()
+        plgpu.barrier_wait(self.smem["full_q"])
+        m = plgpu.layout_cast(jnp.full((BLOCK_ROWS,), _START, jnp.float32), ROW)
+        l = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS,), jnp.float32), ROW)
+
+        def first_scores(scores):
+            zero = _opaque_zero()
+            for part in self.order:
+                self.add_scores(scores, part, zero)
+            return scores[...]
+
+        scores = pl.run_scoped(first_scores, plgpu.ACC((BLOCK_ROWS, TILE), jnp.float32))
+        carry = _zeros((BLOCK_ROWS, body.half)), scores, m, l
+        carry = lax.fori_loop(0, body.pairs - 1, lambda t, c: self.step(t, c, last=False), carry)
+        o, m, l = self.step(body.pairs - 1, carry, last=True)
+        self._finish(o, m, l)
+
+    def _limits(self) -> None:
+        """``hidden``: the first slot that some row of this block does not see."""
+        body, call, item = self.body, self.call, self.body.item
+        self.hidden = item["keys"]
+        self.token = lax.div(item["first"] + body.block * BLOCK_ROWS, call.heads)  # of the block's first row
+        if call.causal:
+            stands = item["stands"] + self.token
+            self.hidden = lax.min(item["keys"], _slots_up_to(stands, call.kv_stride))
+        if call.tree_keys:  # the tree may hide any key it speaks of
+            before = item["stands"] - (call.tree_keys - call.max_q_len) - 1
+            self.hidden = lax.min(self.hidden, _slots_up_to(before, call.kv_stride))
+
+    # Scores
+
+    def add_scores(self, scores, part: str, zero) -> None:
+        """Adds the products of ``part`` of this warpgroup's tile, once it is there."""
+        body, smem = self.body, self.smem
+        plgpu.barrier_wait(smem["full"][part].at[self.number])
+        if part == "side":
+            if not body.rope:
+                return
+            q = smem["queries_rope"].at[zero]
+        else:
+            q = smem["queries"].at[zero, :, pl.ds(0 if part == "left" else body.half, body.half)]
+        plgpu.wgmma(scores, q, smem[part].at[self.number + zero].transpose((1, 0)))
+
+    def masked(self, scores, j):
+        """Scores of tile ``j`` of the item, those of keys that a row does not see replaced."""
+        body, call, item = self.body, self.call, self.body.item
+        slot0 = (item["tile"] + j) * TILE
+
+        def mask(scores):
+            shape = (BLOCK_ROWS, TILE)
+            slot = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ACC) + slot0
+            seen = (slot < item["keys"]) & (j < item["tiles"])
+            at = slot * call.kv_stride
+            if call.causal:
+                token = self.token
+                if call.max_q_len > 1:
+                    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ACC)
+                    token = lax.div(row + (item["first"] + body.block * BLOCK_ROWS), call.heads)
+                seen &= at <= item["stands"] + token
+            if call.tree_keys:
+                seen &= self._in_tree(at)
+            return jnp.where(seen, scores, _MASKED)
+
+        return lax.cond((slot0 + TILE > self.hidden) | (j >= item["tiles"]), mask, lambda scores: scores, scores)
+
+    def _in_tree(self, at):
+        """Whether the tree lets each row see the key at each position (counted from slot 0's key)."""
+        body, call = self.body, self.call
+        c = at - (body.item["stands"] - (call.tree_keys - call.max_q_len))
+        seen = c < 0
+        for n in range(body.tree_words.shape[0]):
+            words = plgpu.load(body.tree_words.at[n, pl.ds(body.first_row, BLOCK_ROWS)], layout=ROW, optimized=False)
+            bit = lax.shift_right_logical(_spread(words, at.shape), c & 31) & 1
+            seen |= (lax.shift_right_arithmetic(c, 5) == n) & (bit == 1)
+        return seen
+
+    # Softmax
+
+    def raised(self, m, scores):
+        """The running maximum (log2) after ``scores``."""
+        top = scores.max(axis=1) * self.body.log2_scale
+        return jnp.where(top > m + self.config.lazy, top, m) if self.config.lazy else jnp.maximum(m, top)
+
+    def probabilities(self, scores, m):
+        return jnp.exp2(scores * self.body.log2_scale - _spread(m, scores.shape))
+
+    def rescaled(self, o, factors):
+        return scale_rows(o, factors) if self.config.lazy else o * _spread(factors, o.shape)
+
+    # Values
+
+    def drop_unused(self, at, j) -> None:
+        """Zeros for what the slots of tile ``j`` hold past the last key: 0 * NaN is NaN."""
+        valid = self.body.item["keys"] - (self.body.item["tile"] + j) * TILE
+
+        @pl.when(valid < TILE)
+        def _():
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=ACC)
+            for column in range(0, self.body.half, 64):
+                values = self.smem[self.part].at[at, :, pl.ds(column, 64)]
+                held = plgpu.load(values, layout=ACC, optimized=False).astype(jnp.float32)
+                values[...] = jnp.where(row < valid, held, 0.0).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+
+    def release(self, part: str, at: int) -> None:
+        plgpu.barrier_arrive(self.smem["empty"][part].at[at])
+
+    def publish_p(self, p) -> None:
+        self.smem["side"].at[self.number][...] = p
+        fence_proxy()
+        plgpu.barrier_arrive(self.smem["p_ready"].at[self.number])
+
+    def publish_max(self, m) -> None:
+        self.smem["stats"].at[self.number][...] = m
+        plgpu.barrier_arrive(self.smem["max_ready"].at[self.number])
+
+    def other_max(self):
+        plgpu.barrier_wait(self.smem["max_ready"].at[1 - self.number])
+        return plgpu.load(self.smem["stats"].at[1 - self.number], layout=ROW)
+
+    # The result
+
+    def _finish(self, o, m, l) -> None:
+        body, stats = self.body, self.smem["stats"]
+        stats.at[2 + self.number][...] = l
+        plgpu.barrier_arrive(self.smem["sums_ready"])
+        plgpu.barrier_wait(self.smem["sums_ready"])
+        total = plgpu.load(stats.at[2], layout=ROW) + plgpu.load(stats.at[3], layout=ROW)
+        seen = m > _START / 2
+        o = o * _spread(jnp.where(seen, 1.0 / total, 0.0), o.shape)
+        lse = jnp.where(seen, m + jnp.log2(total), -jnp.inf)
+        slot = body.item["partial"]
+
+        @pl.when(slot < 0)
+        def _():
+            self._store(o, lse * math.log(2))
+
+        @pl.when(slot >= 0)
+        def _():
+            rows = pl.ds(body.block * BLOCK_ROWS, BLOCK_ROWS)
+            columns = pl.ds(self.number * body.half, body.half)
+            body.partial.at[lax.max(slot, 0), rows, columns][...] = o
+            if self.number == 0:
+                body.partial_lse.at[lax.max(slot, 0), rows][...] = lse
+
+    def _store(self, o, lse) -> None:
+        """The rows that are there, through a tile that is dead: this warpgroup's part, which no other reads."""
+        body = self.body
+        staged, columns = self.smem[self.part].at[0], pl.ds(self.number * body.half, body.half)
+        staged[...] = o.astype(jnp.bfloat16)
+        if self.number == 0:
+            self.smem["stats"].at[0][...] = lse
+        plgpu.commit_smem()
+        rows = lax.clamp(0, body.item["rows"] - body.block * BLOCK_ROWS, BLOCK_ROWS)
+
+        def copy(first, count):
+            to = pl.ds(pl.multiple_of(body.first_row + first, STORE_ROWS), count)
+            of = pl.ds(first, count)
+            whole = count == BLOCK_ROWS
+            plgpu.copy_smem_to_gmem(staged if whole else staged.at[of], body.out.at[to, columns])
+            if self.number == 0:
+                sums = self.smem["stats"].at[0]
+                plgpu.copy_smem_to_gmem(sums if whole else sums.at[of], body.lse.at[to])
+
+        if self.call.heads % BLOCK_ROWS == 0:
+            copy(0, BLOCK_ROWS)
+        else:
+            for first in range(0, BLOCK_ROWS, STORE_ROWS):
+                pl.when(first < rows)(functools.partial(copy, first, STORE_ROWS))
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _Left(_Consumer):
+    """Warpgroup 0: scores of the first tile of a pair, the left half of the values."""
+
+    number, part, order = 0, "left", ("left", "right", "side")
+
+    def step(self, t, carry, *, last: bool):
+        o, scores, m, l = carry
+        zero, smem = _opaque_zero(), self.smem
+        if last or self.call.max_q_len > 1 or self.call.tree_keys:
+            scores = self.masked(scores, 2 * t)
+        m0 = self.raised(m, scores)
+        self.publish_max(m0)
+        p = self.probabilities(scores, m0)
+        p16, alpha = p.astype(jnp.bfloat16), jnp.exp2(m - m0)
+        o = self.rescaled(o, alpha)
+        if last:
+            self.drop_unused(0, 2 * t)
+
+        def products(refs):
+            O, S, M, L = refs
+            plgpu.wgmma(O, p16, smem["left"].at[0 + zero])
+            L[...] = L[...] * alpha + p.sum(axis=1)
+            o = plgpu.wgmma_accumulator_load(O, wait_n=0)
+            if not last:
+                self.release("left", 0)
+            m1 = self.other_max()
+            beta = jnp.exp2(m0 - m1)
+            self.publish_p((p * _spread(beta, p.shape)).astype(jnp.bfloat16))
+            O[...] = self.rescaled(o, beta)
+            M[...] = m1
+            L[...] = L[...] * beta
+            plgpu.barrier_wait(smem["p_ready"].at[1])
+            if last:
+                self.drop_unused(1, 2 * t + 1)
+            plgpu.wgmma(O, smem["side"].at[1 + zero, :, pl.ds(0, TILE)], smem["left"].at[1 + zero])
+            if not last:
+                S[...] = _zeros((BLOCK_ROWS, TILE))
+                self.add_scores(S, "left", zero)
+                plgpu.wgmma_wait(1)
+                self.release("left", 1)
+                self.release("side", 1)
+                self.add_scores(S, "right", zero)
+                self.add_scores(S, "side", zero)
+
+        if last:
+            return pl.run_state(lambda r: products((r[0], None, r[1], r[2])))((plgpu.ACC.init(o), m, l))
+        return pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), m, l))
+
+
+class _Right(_Consumer):
+    """Warpgroup 1: scores of the second tile of a pair, the right half of the values."""
+
+    number, part, order = 1, "right", ("right", "left", "side")
+
+    def step(self, t, carry, *, last: bool):
+        o, scores, m, l = carry
+        zero, smem = _opaque_zero(), self.smem
+        if last or self.call.max_q_len > 1 or self.call.tree_keys:
+            scores = self.masked(scores, 2 * t + 1)
+        m1 = self.raised(self.other_max(), scores)
+        self.publish_max(m1)
+        p = self.probabilities(scores, m1)
+        p16, alpha = p.astype(jnp.bfloat16), jnp.exp2(m - m1)
+        o = self.rescaled(o, alpha)
+        if last:
+            self.drop_unused(1, 2 * t + 1)
+
+        def products(refs):
+            O, S, L = refs
+            plgpu.wgmma(O, p16, smem["right"].at[1 + zero])
+            sync_warpgroup(7)  # every warp is done with this tile's scores: P takes the place of its rope part
+            self.publish_p(p16)
+            L[...] = L[...] * alpha + p.sum(axis=1)
+            plgpu.barrier_wait(smem["p_ready"].at[0])
+            if last:
+                self.drop_unused(0, 2 * t)
+            plgpu.wgmma(O, smem["side"].at[0 + zero, :, pl.ds(0, TILE)], smem["right"].at[0 + zero])
+            if not last:
+                plgpu.wgmma_wait(1)
+                self.release("right", 1)
+                plgpu.wgmma_wait(0)
+                self.release("right", 0)
+                self.release("side", 0)
+                S[...] = _zeros((BLOCK_ROWS, TILE))
+                for part in self.order:
+                    self.add_scores(S, part, zero)
+
+        if last:
+            o, l = pl.run_state(lambda r: products((r[0], None, r[1])))((plgpu.ACC.init(o), l))
+            return o, m1, l
+        o, scores, l = pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), l))
+        return o, scores, m1, l
+
+
+def _slots_up_to(position, stride: int):
+    """Table slots whose keys stand at or before ``position``, counted from slot 0's key; 0 or less: none."""
+    return lax.div(position + stride, stride)
+
+
+def _spread(rows, shape):
+    return lax.broadcast_in_dim(rows, shape, [0])
+
+
+def _zeros(shape):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACC)
+
+
+def _opaque_zero():
+    """Descriptors of operands indexed by it are made where they are used, not hoisted out of the loop and spilled."""
+    return lax.optimization_barrier(jnp.int32(0))
