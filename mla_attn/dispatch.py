@@ -42,6 +42,11 @@ class Device:
     compute_capability: str | None = None
     cores: int = 1
 
+    @property
+    def facts(self) -> dict[str, str | None]:
+        """What an implementation's ``supports`` asks of it."""
+        return {"platform": self.platform, "compute_capability": self.compute_capability}
+
 
 H200 = Device("gpu", "9.0", 132)
 _TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)

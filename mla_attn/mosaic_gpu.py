@@ -95,9 +95,8 @@ def mla_attention(
         tree_keys=0 if tree_mask is None else tree_mask.shape[2],
     )
     tree = None if tree_mask is None else _tree_words(tree_mask, m, plan)
-    q_latent, q_rope = (_rows(q, plan) for q in (q_latent, q_rope))
-    q_rope = q_rope if q_rope.shape[1] else None
-    arrays = (q_latent, q_rope, pool.data, m.page_table, layer.reshape(1), work, tree)
+    q_rope = _rows(q_rope, plan) if spec.qk_rope_head_dim else None
+    arrays = (_rows(q_latent, plan), q_rope, pool.data, m.page_table, layer.reshape(1), work, tree)
     out, lse, *partial = mla_decode(*arrays, call=call, plan=plan, config=config)
     out, lse = combine(work, *partial, out.astype(out_dtype), lse, plan=plan)
     return tuple(x.reshape(tokens, plan.heads, *x.shape[1:])[:, :heads] for x in (out, lse))
@@ -114,7 +113,8 @@ def _tree_words(tree_mask, m, plan):
     tokens, keys = m.slots.shape[0], tree_mask.shape[2]
     words = -(-keys // 32)
     bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, words * 32 - keys))).reshape(*tree_mask.shape[:2], words, 32)
-    packed = (bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    places = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 3)
+    packed = (bits.astype(jnp.uint32) << places).sum(axis=-1, dtype=jnp.uint32)
     owner, _ = row_owners(m.q_starts, m.q_lens, tokens)
     row = jnp.clip(jnp.arange(tokens, dtype=jnp.int32) - m.q_starts[owner], 0, m.max_q_len - 1)
     packed = jax.lax.bitcast_convert_type(packed[owner, row], jnp.int32)  # [T, words]

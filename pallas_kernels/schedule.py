@@ -18,7 +18,7 @@ TILE = 64  # keys
 # A thread block's item: request, first packed row, first row within the request, rows, first tile, tiles, where its
 # partial result goes (-1: it writes the result), table slots that hold keys, and where row 0 stands, from slot 0's key.
 ITEM = ("request", "row", "first", "rows", "tile", "tiles", "partial", "keys", "stands")
-# A group to combine: first packed row, first partial result, pieces (0: nothing to do), rows.
+# A group to combine: first packed row, first partial result, pieces, rows.
 SPLIT = ("row", "partial", "pieces", "rows")
 
 INVARIANT_TILES = 32  # keys of a piece never change with the batch: 2048 of them
@@ -76,13 +76,13 @@ class Plan:
 
     @property
     def splits_at(self) -> int:
-        """Where the splits begin in the list."""
+        """Where the list has the number of splits; they follow."""
         return self.num_items * len(ITEM)
 
     @property
     def size(self) -> int:
         """int32 numbers of the list."""
-        return self.splits_at + self.num_splits * len(SPLIT)
+        return self.splits_at + 1 + self.num_splits * len(SPLIT)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "max_q_len", "causal", "kv_stride"), inline=True)
@@ -97,106 +97,139 @@ def work_list(
     causal: bool = True,
     kv_stride: int = 1,
 ) -> Int[Array, "size"]:
-    """The list, flat: ``num_items`` records of ``ITEM``, then ``num_splits`` of ``SPLIT``.
+    """The list, flat: ``num_items`` records of ``ITEM``, the number of splits, ``num_splits`` records of ``SPLIT``.
 
     Whatever one request's numbers are, rows of the others are taken once: a request whose rows are out of range, or
     overlap those of one before it, owns none.
+
+    Sorts and prefix sums are sums over pairs of requests: one small kernel each, where XLA's own take ten.
     """
-    starts, lens = _segments(q_starts, q_lens, plan.num_rows // plan.heads, max_q_len)
-    group, request_tiles, tiles = _groups(
-        starts, lens, kv_lens, kv_offsets, plan=plan, causal=causal, kv_stride=kv_stride
-    )
-    cap = jnp.int32(INVARIANT_TILES) if plan.invariant else _piece_tiles(request_tiles, plan.lanes)
-    return _list(group, request_tiles, tiles, cap, plan)
+    s = _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
+    s |= _pieces(s, plan)
+    return jnp.concatenate([_items(s, plan, causal, kv_stride).ravel(), *_splits(s, plan)]).astype(jnp.int32)
 
 
-def _segments(q_starts, q_lens, tokens, max_q_len):
-    """First token and tokens of: what lies before request 0, request 0, what lies between it and request 1, ..."""
+def _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride):
+    """Arrays over segments: what lies before request 0's rows, those, what lies between them and request 1's, ..."""
+    tokens = plan.num_rows // plan.heads
     sound = (q_lens > 0) & (q_lens <= max_q_len) & (q_starts >= 0) & (q_starts <= tokens - q_lens)
-    ends = jax.lax.cummax(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.where(sound, q_starts + q_lens, 0)]))
-    sound &= q_starts >= ends[:-1]
-    ends = jax.lax.cummax(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.where(sound, q_starts + q_lens, 0)]))
-    before = ends[:-1]
-    gaps = jnp.where(sound, q_starts - before, 0)
-    starts = jnp.stack([before, jnp.where(sound, q_starts, before)], axis=1).ravel()
-    lens = jnp.stack([gaps, jnp.where(sound, q_lens, 0)], axis=1).ravel()
-    return jnp.append(starts, ends[-1]), jnp.append(lens, tokens - ends[-1])
+    for _ in range(2):  # rows claimed twice are the first claimer's
+        ends = jnp.where(sound, q_starts + q_lens, 0)
+        before = jnp.where(_earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
+        sound &= q_starts >= before
+    ends = jnp.where(sound, q_starts + q_lens, 0)
+    before = jnp.where(_earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
+
+    # Table slots that hold keys, and where the first row stands, both counted from slot 0's key.
+    kv_lens = jnp.where(sound & (kv_lens > 0), kv_lens, 0)
+    keys = jnp.where(kv_lens > 0, _slots(kv_lens - kv_offsets, plan, kv_stride), 0)
+
+    def interleave(gaps, requests, last):
+        return jnp.append(jnp.stack([gaps, requests], axis=1).ravel(), last)
+
+    none, request = jnp.zeros_like(q_lens), jnp.arange(q_lens.shape[0], dtype=jnp.int32)
+    return {
+        "request": interleave(none, request, 0),
+        "token": interleave(before, jnp.where(sound, q_starts, before), ends.max(initial=0)),
+        "tokens": interleave(
+            jnp.where(sound, q_starts - before, 0), jnp.where(sound, q_lens, 0), tokens - ends.max(initial=0)
+        ),
+        "keys": interleave(none, keys, 0),
+        "stands": interleave(none, kv_lens - q_lens - kv_offsets, 0),
+    }
 
 
-def _groups(starts, lens, kv_lens, kv_offsets, *, plan, causal, kv_stride):
-    """Of each group the fields of ``ITEM`` that its pieces share, the tiles of its request and its own."""
-    count = -(-lens * plan.heads // plan.group_rows)
-    stop = jnp.cumsum(count)
-    g = jnp.arange(plan.groups, dtype=jnp.int32)
-    segment = jnp.minimum(jnp.searchsorted(stop, g, side="right").astype(jnp.int32), lens.shape[0] - 1)
-    first = (g - (stop - count)[segment]) * plan.group_rows
-    rows = jnp.where(g < stop[-1], jnp.clip(lens[segment] * plan.heads - first, 0, plan.group_rows), 0)
-    owned = (segment % 2 == 1) & (rows > 0)
-    request = jnp.where(owned, segment // 2, 0)
-    kv_len, offset = jnp.where(owned, kv_lens[request], 0), kv_offsets[request]
-    stands = kv_len - lens[segment] - offset  # of the request's first row
-    last_row = stands + (first + rows - 1) // plan.heads
-
-    def held(end):  # table slots below a position counted from slot 0's key
-        return jnp.clip(-(-end // kv_stride), 0, plan.max_tiles * TILE)
-
-    keys = jnp.where(owned & (kv_len > 0), held(kv_len - offset), 0)
-    seen = jnp.minimum(keys, held(last_row + 1)) if causal else keys
-    shared = {"request": request, "row": starts[segment] * plan.heads + first, "first": first, "rows": rows}
-    return shared | {"keys": keys, "stands": stands}, -(-keys // TILE), -(-seen // TILE)
+def _pieces(s, plan):
+    """How each segment is cut: its groups, the pieces of each, the tiles of a piece."""
+    tiles, groups = -(-s["keys"] // TILE), -(-s["tokens"] * plan.heads // plan.group_rows)
+    cap = jnp.int32(INVARIANT_TILES) if plan.invariant else _piece_tiles(tiles, groups, plan.lanes)
+    pieces = jnp.maximum(-(-tiles // cap), 1)
+    size = jnp.broadcast_to(cap, tiles.shape) if plan.invariant else jnp.maximum(-(-tiles // pieces), 1)
+    pieces = jnp.maximum(-(-tiles // size), 1)
+    combined = jnp.where((pieces > 1) | plan.combine_all, groups, 0)
+    return {"tiles": tiles, "groups": groups, "size": size, "pieces": pieces, "combined": combined}
 
 
-def _piece_tiles(tiles, lanes):
+def _piece_tiles(tiles, groups, lanes):
     """Most tiles of a piece: of a few candidates around the mean load of a lane, the one whose pieces end first.
 
     The estimate is that of list scheduling, longest first: the mean load, and (k + 1) pieces of the size of the
     (k * lanes + 1)-th, which share a lane.
     """
-    mean = jnp.maximum(-(-tiles.sum() // lanes), 4)
+    mean = jnp.maximum(-(-(tiles * groups).sum() // lanes), 4)
     cap = mean * (4 + jnp.arange(13, dtype=jnp.int32)) // 8 + 1  # half of it to twice as much
-    pieces = -(-tiles[None] // cap[:, None])
-    size = jnp.where(pieces > 0, -(-tiles[None] // jnp.maximum(pieces, 1)), 0) + _OVERHEAD
-    # A split's partial results are written and read once more: about as long as one tile of its own.
-    load = (pieces * size + jnp.where(pieces > 1, pieces, 0)).sum(axis=1)
-    order = jnp.argsort(-size, axis=1)
-    size, upto = (jnp.take_along_axis(x, order, axis=1) for x in (size, pieces))
-    upto = jnp.cumsum(upto, axis=1)
+    pieces = jnp.maximum(-(-tiles[None] // cap[:, None]), 1)
+    size = -(-tiles[None] // pieces) + _OVERHEAD
+    pieces = pieces * groups[None]
+    # A split's partial results are written and read once more: about as long as a tile of its own.
+    load = (pieces * size + jnp.where(size < tiles[None], pieces, 0)).sum(axis=1)
     ends = load.astype(jnp.float32) / lanes
+    as_large = jnp.where(size[:, None] >= size[:, :, None], pieces[:, None], 0).sum(axis=2)
     for k in range(6):
-        there = upto[:, -1] > k * lanes
-        nth = jnp.take_along_axis(size, (upto > k * lanes).argmax(axis=1)[:, None], axis=1)[:, 0]
-        ends = jnp.maximum(ends, jnp.where(there, (k + 1) * nth, 0))
+        nth = jnp.where(as_large > k * lanes, size, 0).max(axis=1)
+        ends = jnp.maximum(ends, ((k + 1) * nth).astype(jnp.float32))
     return cap[jnp.argmin(ends)]
 
 
-def _list(group, request_tiles, tiles, cap, plan):
-    pieces = jnp.maximum(-(-request_tiles // cap), 1)
-    # Groups of one request are cut alike, whatever their own last tile: they read the same pages at the same time.
-    size = cap if plan.invariant else jnp.maximum(-(-request_tiles // pieces), 1)
-    pieces = jnp.maximum(-(-tiles // size), 1)
-    combined = (group["rows"] > 0) & ((pieces > 1) | plan.combine_all)
-    slots = jnp.where(combined, pieces, 0)
-    partial = (jnp.cumsum(slots) - slots).astype(jnp.int32)
-    pieces = jnp.where(group["rows"] > 0, pieces, 0)
-
-    # Longest first. The sort is stable: neighbours of one size, which may share pages, stay neighbours.
-    order = jnp.argsort(-jnp.minimum(size, request_tiles), stable=True).astype(jnp.int32)
-    ends = jnp.cumsum(pieces[order])
-    item = jnp.arange(plan.num_items, dtype=jnp.int32)
-    at = jnp.minimum(jnp.searchsorted(ends, item, side="right"), plan.groups - 1)
-    of, live = order[at], item < ends[-1]
-    piece = item - (ends - pieces[order])[at]
-    size = jnp.broadcast_to(size, tiles.shape)[of]
-    fields = {name: value[of] for name, value in group.items()} | {
-        "rows": jnp.where(live, group["rows"][of], 0),
+def _items(s, plan, causal, kv_stride):
+    """Longest first; of one segment, the groups of a piece side by side, for they read the same pages."""
+    work = jnp.minimum(s["size"], s["tiles"])
+    earlier = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & _earlier(work.shape[0]))
+    count = s["groups"] * s["pieces"]
+    start = jnp.where(earlier, count[None], 0).sum(axis=1)
+    of, nth, live = _owner(start, count, plan.num_items)
+    piece, group = nth // jnp.maximum(s["groups"][of], 1), nth % jnp.maximum(s["groups"][of], 1)
+    first = group * plan.group_rows
+    rows = jnp.where(live, jnp.clip(s["tokens"][of] * plan.heads - first, 0, plan.group_rows), 0)
+    tiles = s["tiles"][of]
+    if causal:  # up to what the group's last row sees
+        last = s["stands"][of] + (first + rows - 1) // plan.heads
+        tiles = jnp.minimum(tiles, -(-_slots(last + 1, plan, kv_stride) // TILE))
+    size = s["size"][of]
+    base = jnp.where(_earlier(work.shape[0]), (s["combined"] * s["pieces"])[None], 0).sum(axis=1)
+    fields = {
+        "request": s["request"][of],
+        "row": s["token"][of] * plan.heads + first,
+        "first": first,
+        "rows": rows,
         "tile": piece * size,
-        "tiles": jnp.where(live, jnp.clip(tiles[of] - piece * size, 0, size), 0),
-        "partial": jnp.where(live & combined[of], partial[of] + piece, -1),
+        "tiles": jnp.where(live, jnp.clip(tiles - piece * size, 0, size), 0),
+        "partial": jnp.where(live & (s["combined"][of] > 0), base[of] + group * s["pieces"][of] + piece, -1),
+        "keys": s["keys"][of],
+        "stands": s["stands"][of],
     }
-    items = jnp.stack([fields[name] for name in ITEM], axis=1)
+    return jnp.stack([fields[name] for name in ITEM], axis=1)
 
-    nth = jnp.where(combined, jnp.cumsum(combined) - 1, plan.num_splits)
-    records = {"row": group["row"], "partial": partial, "pieces": pieces, "rows": group["rows"]}
-    splits = jnp.zeros((plan.num_splits, len(SPLIT)), jnp.int32)
-    splits = splits.at[nth].set(jnp.stack([records[name] for name in SPLIT], axis=1), mode="drop")
-    return jnp.concatenate([items.ravel(), splits.ravel()]).astype(jnp.int32)
+
+def _splits(s, plan):
+    """Their number, and their records."""
+    earlier = _earlier(s["combined"].shape[0])
+    start = jnp.where(earlier, s["combined"][None], 0).sum(axis=1)
+    base = jnp.where(earlier, (s["combined"] * s["pieces"])[None], 0).sum(axis=1)
+    of, group, live = _owner(start, s["combined"], plan.num_splits)
+    first = group * plan.group_rows
+    fields = {
+        "row": s["token"][of] * plan.heads + first,
+        "partial": base[of] + group * s["pieces"][of],
+        "pieces": s["pieces"][of],
+        "rows": jnp.where(live, jnp.clip(s["tokens"][of] * plan.heads - first, 0, plan.group_rows), 0),
+    }
+    return s["combined"].sum()[None], jnp.stack([fields[name] for name in SPLIT], axis=1).ravel()
+
+
+def _slots(end, plan, kv_stride):
+    """Table slots whose keys stand before ``end``, counted from slot 0's key."""
+    return jnp.clip(-(-end // kv_stride), 0, plan.max_tiles * TILE)
+
+
+def _earlier(n):
+    """Bool [n, n]: whether the column comes before the row."""
+    return jnp.tri(n, k=-1, dtype=bool)
+
+
+def _owner(start, count, total):
+    """Of each of ``total`` places: the segment whose range it is in, its number there, whether there is one."""
+    place = jnp.arange(total, dtype=jnp.int32)
+    inside = (place[:, None] >= start[None]) & (place[:, None] < (start + count)[None])
+    of = jnp.where(inside, jnp.arange(start.shape[0], dtype=jnp.int32)[None], 0).max(axis=1, initial=0)
+    return of, place - start[of], inside.any(axis=1)

@@ -26,6 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 import helpers
+from mla_attn.dispatch import current_device
 from mla_attn.ops import mla, mla_attention
 from mla_attn.specs import MLASpec
 
@@ -97,7 +98,7 @@ class Case:
                 causal=self.causal,
                 tree=self.tree_columns is not None,
                 batch_invariant=self.batch_invariant,
-                platform=jax.default_backend(),
+                **current_device().facts,
             )
         )
 

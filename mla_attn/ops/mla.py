@@ -169,7 +169,6 @@ def plan_mla(
 
 
 def _call(pool, metadata, spec, causal, tree, batch_invariant) -> MLACall:
-    device = current_device()
     return MLACall(
         spec=spec,
         page_size=pool.page_size,
@@ -178,8 +177,7 @@ def _call(pool, metadata, spec, causal, tree, batch_invariant) -> MLACall:
         causal=causal,
         tree=tree,
         batch_invariant=batch_invariant,
-        platform=device.platform,
-        compute_capability=device.compute_capability,
+        **current_device().facts,
     )
 
 

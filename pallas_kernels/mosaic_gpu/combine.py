@@ -1,5 +1,6 @@
 """Joins the partial results of split groups, in place."""
 
+import functools
 import math
 
 import jax
@@ -11,7 +12,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from mla_attn.pallas_kernels.schedule import SPLIT, Plan
 
-_ROWS = 4  # of a thread block
+_BLOCKS_PER_CORE = 8
+_FEW, _MANY = 4, 16  # pieces whose loads are in flight at a time
+_PARTS = 2
+_NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 
 
 def combine(
@@ -32,40 +36,64 @@ def combine(
         out, lse: results, ``lse`` with the natural logarithm.
     """
     rank, group_rows = out.shape[1], partial.shape[1]
-    layout = plgpu.Layout.WG_STRIDED((rank,), vec_size=rank // 128)
+    blocks = _BLOCKS_PER_CORE * plan.lanes * group_rows // 64
+
+    parts = _PARTS if rank % (128 * _PARTS) == 0 else 1  # of the columns: more thread blocks have loads in flight
+    columns = rank // parts
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // 128)
 
     def body(work, partial, partial_lse, out, lse):
-        record = plan.splits_at + lax.axis_index("split") * len(SPLIT)
-        split = {name: work[record + n] for n, name in enumerate(SPLIT)}
+        def join(split, row, part):
+            place = pl.ds(part * columns, columns)
 
-        def row(at):
-            pieces = split["pieces"]
-            top = lax.fori_loop(0, pieces, lambda i, m: lax.max(m, partial_lse[split["partial"] + i, at]), -1e30)
+            def add(unroll, step, carry):
+                acc, total, top = carry
+                pieces = [step * unroll + n for n in range(unroll)]
+                at = [split["partial"] + lax.min(i, split["pieces"] - 1) for i in pieces]
+                lses = [
+                    jnp.where(i < split["pieces"], partial_lse[a, row], -jnp.inf) for i, a in zip(pieces, at, strict=True)
+                ]
+                values = [plgpu.load(partial.at[a, row, place], layout=layout, optimized=False) for a in at]
+                higher = functools.reduce(lax.max, lses, top)
+                scale = jnp.exp2(top - higher)
+                acc, total = acc * scale, total * scale
+                for x, v in zip(lses, values, strict=True):
+                    weight = jnp.exp2(x - higher)
+                    acc, total = acc + v * weight, total + weight
+                return acc, total, higher
 
-            def add(i, carry):
-                acc, total = carry
-                weight = jnp.exp2(partial_lse[split["partial"] + i, at] - top)
-                values = plgpu.load(partial.at[split["partial"] + i, at], layout=layout, optimized=False)
-                return acc + values * weight, total + weight
+            def run(unroll):
+                zeros = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
+                steps = lax.div(split["pieces"] + (unroll - 1), unroll)
+                start = (zeros, jnp.float32(0), jnp.float32(_NO_KEY))
+                acc, total, top = lax.fori_loop(0, steps, functools.partial(add, unroll), start)
+                seen = total > 0
+                result = acc * jnp.where(seen, 1.0 / total, 0.0)
+                out.at[split["row"] + row, place][...] = result.astype(out.dtype)
 
-            zeros = plgpu.layout_cast(jnp.zeros((rank,), jnp.float32), layout)
-            acc, total = lax.fori_loop(0, pieces, add, (zeros, jnp.float32(0)))
-            seen = total > 0
-            out.at[split["row"] + at][...] = (acc * jnp.where(seen, 1.0 / total, 0.0)).astype(out.dtype)
-            lse[split["row"] + at] = jnp.where(seen, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
+                @pl.when(part == 0)
+                def _():
+                    lse[split["row"] + row] = jnp.where(seen, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
 
-        @pl.when(split["pieces"] > 0)
-        def _():
-            for n in range(_ROWS):
-                at = lax.axis_index("rows") * _ROWS + n
-                pl.when(at < split["rows"])(lambda at=at: row(at))
+            if plan.invariant:  # how many pieces follow must not change how the first are added
+                run(_MANY)
+            else:
+                pl.when(split["pieces"] <= _FEW)(lambda: run(_FEW))
+                pl.when(split["pieces"] > _FEW)(lambda: run(_MANY))
+
+        @pl.loop(lax.axis_index("block"), work[plan.splits_at] * (group_rows * parts), step=blocks)
+        def _(unit):
+            part, row = lax.rem(unit, parts), lax.rem(lax.div(unit, parts), group_rows)
+            record = plan.splits_at + 1 + lax.div(unit, group_rows * parts) * len(SPLIT)
+            split = {name: work[record + n] for n, name in enumerate(SPLIT)}
+            pl.when(row < split["rows"])(lambda: join(split, row, part))
 
     out, lse = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         body,
         out_type=(),
-        grid=(plan.num_splits, group_rows // _ROWS),
-        grid_names=("split", "rows"),
+        grid=(blocks,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_combine",
     )(work, partial, partial_lse, out, lse)

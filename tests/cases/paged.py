@@ -17,6 +17,7 @@ import oracle
 from mla_attn import metadata as build
 from mla_attn import supports
 from mla_attn.cache import LatentPool
+from mla_attn.dispatch import current_device
 from mla_attn.ops import mla, mla_attention, ragged_attention
 from mla_attn.specs import MLASpec
 
@@ -84,7 +85,7 @@ def reason(implementation, pool, metadata, spec, *, causal=True, tree_mask=None,
         causal=causal,
         tree=tree_mask is not None,
         batch_invariant=batch_invariant,
-        platform=jax.default_backend(),
+        **current_device().facts,
         **dataclasses.asdict(spec),
     )[implementation]
 

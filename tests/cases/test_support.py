@@ -12,7 +12,7 @@ import helpers
 import oracle
 from cases.paged import every_implementation
 from mla_attn import supports
-from mla_attn.dispatch import NAMES
+from mla_attn.dispatch import NAMES, current_device
 from mla_attn.ops import mla, mla_attention, ragged, ragged_attention
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -53,7 +53,7 @@ SIZES = [
 def test_c23_sizes(implementation, page_size, rank, rope):
     """Served and right, or refused with the reason of ``supports``."""
     sizes = {"page_size": page_size, "kv_lora_rank": rank, "qk_rope_head_dim": rope}
-    refusal = supports("mla_attention", **sizes, num_heads=2, platform=jax.default_backend())[implementation]
+    refusal = supports("mla_attention", **sizes, num_heads=2, **current_device().facts)[implementation]
     batch = helpers.poisoned_batch(0, kv_lens=[70, 0, 1], q_lens=[1, 1, 1], dtype=jnp.bfloat16, **sizes)
     if refusal is None:
         assert_right(run(implementation, batch), batch)
@@ -140,7 +140,7 @@ def check(seed, implementation, facts):
     options = {"causal": causal, "batch_invariant": facts["batch_invariant"]}
     call = functools.partial(run, implementation, batch, tree_mask=mask, **options)
     try:
-        answers = supports("mla_attention", **facts, platform=jax.default_backend())
+        answers = supports("mla_attention", **facts, **current_device().facts)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
             call()

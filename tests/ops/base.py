@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import helpers
+from mla_attn.dispatch import current_device
 from mla_attn.ops import mla, mla_attention
 
 POISONS = {"nan": np.nan, "inf": np.inf, "3e38": 3e38, "zero": 0.0}
@@ -91,7 +92,7 @@ class MLATests:
             causal=causal,
             tree=tree_mask is not None,
             batch_invariant=batch_invariant,
-            platform=jax.default_backend(),
+            **current_device().facts,
         )
         return implementation.supports(call)
 
