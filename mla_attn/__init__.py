@@ -18,7 +18,7 @@ from mla_attn.metadata import (
     for_target_verify,
     page_table_from_tokens,
 )
-from mla_attn.ops import merge_states, mla_attention, ragged_attention
+from mla_attn.ops import merge_states, mla_attention, plan_mla, ragged_attention
 from mla_attn.specs import MLASpec
 from mla_attn.support import supports
 
@@ -37,6 +37,7 @@ __all__ = [
     "mla_attention",
     "move_rows",
     "page_table_from_tokens",
+    "plan_mla",
     "ragged_attention",
     "read_latent",
     "supports",

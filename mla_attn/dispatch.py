@@ -43,7 +43,7 @@ class Device:
     cores: int = 1
 
     @property
-    def facts(self) -> dict[str, str | None]:
+    def facts(self) -> dict[str, Any]:
         """What an implementation's ``supports`` asks of it."""
         return {"platform": self.platform, "compute_capability": self.compute_capability}
 

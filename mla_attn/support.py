@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from mla_attn.dispatch import H200
 from mla_attn.ops import mla, ragged
 from mla_attn.specs import MLASpec
 
@@ -17,6 +18,7 @@ def _mla_call(
     tree=False,
     batch_invariant=False,
     platform="cpu",
+    compute_capability=None,
     **spec,
 ):
     return mla.MLACall(
@@ -28,7 +30,12 @@ def _mla_call(
         tree=tree,
         batch_invariant=batch_invariant,
         platform=platform,
+        compute_capability=compute_capability,
     )
+
+
+def _on_h200(**facts):
+    return _mla_call(**H200.facts, **facts)
 
 
 def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128):
@@ -37,22 +44,27 @@ def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128):
 
 CALLS = {
     "mla_attention": {
-        "decode, bf16": _mla_call(),
-        "decode, float32": _mla_call(dtype=jnp.float32),
-        "verify, draft-extend, absorbed extend, mixed": _mla_call(max_q_len=4),
-        "16 heads": _mla_call(num_heads=16),
-        "20 heads": _mla_call(num_heads=20),
-        "page size 1": _mla_call(page_size=1),
-        "page size 544": _mla_call(page_size=544),
-        "latent 256 + 64": _mla_call(kv_lora_rank=256),
-        "latent 512 + 0": _mla_call(qk_rope_head_dim=0),
-        "causal=False": _mla_call(max_q_len=4, causal=False),
-        "sliding window": _mla_call(window=128),
-        "soft cap": _mla_call(soft_cap=30.0),
-        "tree_mask": _mla_call(max_q_len=4, tree=True),
-        "tree_mask with a window": _mla_call(max_q_len=4, tree=True, window=128),
-        "batch_invariant=True on a CPU": _mla_call(batch_invariant=True),
-        "batch_invariant=True on a GPU": _mla_call(batch_invariant=True, platform="gpu"),
+        "CPU: decode": _mla_call(),
+        "CPU: batch_invariant=True": _mla_call(batch_invariant=True),
+        "A100: decode": _mla_call(platform="gpu", compute_capability="8.0"),
+        "A100: batch_invariant=True": _mla_call(platform="gpu", compute_capability="8.0", batch_invariant=True),
+        "H200: decode": _on_h200(),
+        "H200: decode, float32": _on_h200(dtype=jnp.float32),
+        "H200: verify, draft-extend, absorbed extend, mixed": _on_h200(max_q_len=4),
+        "H200: 16 heads": _on_h200(num_heads=16),
+        "H200: 20 heads": _on_h200(num_heads=20),
+        "H200: page size 1": _on_h200(page_size=1),
+        "H200: page size 16": _on_h200(page_size=16),
+        "H200: page size 544": _on_h200(page_size=544),
+        "H200: latent 256 + 64": _on_h200(kv_lora_rank=256),
+        "H200: latent 512 + 0": _on_h200(qk_rope_head_dim=0),
+        "H200: latent 128 + 64": _on_h200(kv_lora_rank=128),
+        "H200: causal=False": _on_h200(max_q_len=4, causal=False),
+        "H200: sliding window": _on_h200(window=128),
+        "H200: soft cap": _on_h200(soft_cap=30.0),
+        "H200: tree_mask": _on_h200(max_q_len=4, tree=True),
+        "H200: tree_mask with a window": _on_h200(max_q_len=4, tree=True, window=128),
+        "H200: batch_invariant=True": _on_h200(batch_invariant=True),
     },
     "ragged_attention": {
         "128 heads, 192/128": _ragged_call(),
@@ -68,10 +80,11 @@ def supports(op: str, **facts) -> dict[str, str | None]:
 
     Args:
         op: "mla_attention" or "ragged_attention".
-        facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
-            ``page_size``, ``dtype`` of the pool, ``max_q_len``, ``causal``, ``tree`` (whether there is a
-            ``tree_mask``), ``batch_invariant``, ``platform``, and the fields of ``MLASpec``. For ``ragged_attention``
-            (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``.
+        facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes on
+            a CPU): ``page_size``, ``dtype`` of the pool, ``max_q_len``, ``causal``, ``tree`` (whether there is a
+            ``tree_mask``), ``batch_invariant``, ``platform``, ``compute_capability`` of a GPU ("9.0" for Hopper), and
+            the fields of ``MLASpec``. For ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``,
+            ``qk_dim``, ``v_dim``.
 
     Raises:
         ValueError: an op or a fact that does not exist, or a value that no call may have.

@@ -1,1 +1,1 @@
-"""Kernels: arrays in, arrays out; no specs, no cache objects, no policy. None has landed yet."""
+"""Kernels: arrays in, arrays out; no specs, no cache objects, no policy."""

@@ -270,7 +270,7 @@ def test_supports(call):
     assert re.match(r"\| op \| call \|.* xla \| reference \|$", lines[0])
     assert re.match(r"(\| --- )+\|$", lines[1])
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
-    assert any("`mla_attention` | decode, bf16 |" in line and "| yes |" in line for line in lines)
+    assert any("`mla_attention` | CPU: decode |" in line and "| yes |" in line for line in lines)
 
 
 @pytest.mark.slow

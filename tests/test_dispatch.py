@@ -1,12 +1,23 @@
 """Which implementation serves a call: order, names, the environment variable, and what errors say."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import helpers
-from mla_attn.dispatch import ENVIRONMENT_VARIABLE, NAMES, Implementation, choose
+from mla_attn.dispatch import (
+    ENVIRONMENT_VARIABLE,
+    H200,
+    NAMES,
+    Device,
+    Implementation,
+    choose,
+    compiling_for,
+    current_device,
+)
 from mla_attn.ops import mla, mla_attention, ragged_attention
+from mla_attn.specs import MLASpec
 
 
 def refusing(reason):
@@ -110,13 +121,33 @@ def spy(implementation, ran):
     return run
 
 
-@pytest.mark.parametrize("platform, served", [("cpu", True), ("gpu", False), ("tpu", False)])
-def test_batch_invariance_is_promised_on_cpus_only(platform, served):
+@pytest.mark.parametrize(
+    "platform, capability, who",
+    [("cpu", None, ["xla"]), ("gpu", "9.0", ["mosaic_gpu"]), ("gpu", "8.0", []), ("gpu", None, []), ("tpu", None, [])],
+)
+def test_who_promises_batch_invariance(platform, capability, who):
     call = mla.MLACall(
-        spec=helpers.poisoned_batch(0, kv_lens=[1], q_lens=[1]).spec, page_size=4, dtype=np.dtype("float32"),
-        max_q_len=1, batch_invariant=True, platform=platform,
-    )  # fmt: skip
-    xla, reference = mla.IMPLEMENTATIONS
-    reason = xla.supports(call)
-    assert (reason is None) == served and (served or platform in reason)
-    assert "batch_invariant" in reference.supports(call)
+        spec=MLASpec(num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, scale=0.1),
+        page_size=64,
+        dtype=np.dtype(jnp.bfloat16),
+        max_q_len=1,
+        batch_invariant=True,
+        platform=platform,
+        compute_capability=capability,
+    )
+    reasons = {i.name: i.supports(call) for i in mla.IMPLEMENTATIONS}
+    assert [name for name, reason in reasons.items() if reason is None] == who
+    assert "batch_invariant" in reasons["reference"]
+    assert reasons["xla"] is None or platform in reasons["xla"]
+
+
+def test_programs_for_another_device():
+    """What ``compiling_for`` says holds inside, also of another one, and no longer."""
+    here = current_device()
+    with compiling_for(H200):
+        assert current_device() == H200
+        with pytest.raises(RuntimeError), compiling_for(Device("tpu")):
+            assert current_device().platform == "tpu"
+            raise RuntimeError
+        assert current_device() == H200
+    assert current_device() == here and here.platform == jax.default_backend()

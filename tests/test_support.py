@@ -29,6 +29,18 @@ def test_supports_answers_for_any_call():
     answers = supports("mla_attention", num_heads=20, page_size=48, batch_invariant=True, platform="gpu")
     assert "batch_invariant" in answers["xla"]
     assert supports("mla_attention", num_heads=20)["xla"] is None
+    hopper = {"platform": "gpu", "compute_capability": "9.0"}
+    assert supports("mla_attention", num_heads=20, page_size=48, **hopper)["mosaic_gpu"] is None
+    for facts, reason in (
+        ({}, "cpu"),
+        ({**hopper, "compute_capability": "10.0"}, "compute capability 10.0"),
+        ({**hopper, "dtype": "float32"}, "float32"),
+        ({**hopper, "page_size": 8}, "page_size=8"),
+        ({**hopper, "kv_lora_rank": 384}, "384 + 64"),
+        ({**hopper, "window": 128}, "window=128"),
+        ({**hopper, "soft_cap": 3.0}, "soft_cap=3.0"),
+    ):
+        assert reason in supports("mla_attention", **facts)["mosaic_gpu"]
     with pytest.raises(ValueError, match="must be one of"):
         supports("gqa_attention")
     with pytest.raises(ValueError, match="colour"):

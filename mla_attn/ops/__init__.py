@@ -1,7 +1,7 @@
 """The ops: validate, then dispatch."""
 
 from mla_attn.ops.merge import merge_states
-from mla_attn.ops.mla import mla_attention
+from mla_attn.ops.mla import mla_attention, plan_mla
 from mla_attn.ops.ragged import ragged_attention
 
-__all__ = ["merge_states", "mla_attention", "ragged_attention"]
+__all__ = ["merge_states", "mla_attention", "plan_mla", "ragged_attention"]

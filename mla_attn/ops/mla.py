@@ -99,7 +99,7 @@ def mla_attention(
             ``c < 0`` are visible. M = S covers the tokens of this call, M > S those of earlier draft steps too.
         return_lse: also return the log-sum-exp.
         out_dtype: dtype of ``out``; that of ``q_latent`` if None.
-        implementation: "xla" or "reference"; None picks.
+        implementation: "mosaic_gpu", "xla" or "reference"; None picks.
         batch_invariant: the bits of a row depend on its query, its visible keys and static arguments alone, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
             rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.
