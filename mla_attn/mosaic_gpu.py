@@ -34,15 +34,19 @@ def supports_mla(call) -> str | None:
 
 
 def mla_config(heads: int, max_q_len: int):
-    """How the kernel runs best for requests of so many rows."""
+    """How the kernel runs best for requests of so many rows; ``heads`` as the kernel takes them."""
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import BLOCK_ROWS, Config
 
     compute_bound = heads * max_q_len > BLOCK_ROWS
     return Config(cluster=2, prefetch=1) if compute_bound else Config()
 
 
+def _padded(heads: int) -> int:
+    return -(-heads // _HEADS) * _HEADS
+
+
 def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype, config=None) -> Plan:
-    heads = -(-spec.num_heads // _HEADS) * _HEADS
+    heads = _padded(spec.num_heads)
     config = mla_config(heads, metadata.max_q_len) if config is None else config
     return Plan(
         num_requests=metadata.q_lens.shape[0],
@@ -80,7 +84,7 @@ def mla_attention(
     m, tokens, heads, rank = metadata, *q_latent.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
         return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf)
-    config = mla_config(heads, m.max_q_len) if config is None else config
+    config = mla_config(_padded(heads), m.max_q_len) if config is None else config
     plan = _plan(m, spec, pool.page_size, batch_invariant=batch_invariant, out_dtype=out_dtype, config=config)
     work = _work(m, plan, causal=causal)
     call = Call(
@@ -97,8 +101,8 @@ def mla_attention(
     tree = None if tree_mask is None else _tree_words(tree_mask, m, plan)
     q_rope = _rows(q_rope, plan) if spec.qk_rope_head_dim else None
     arrays = (_rows(q_latent, plan), q_rope, pool.data, m.page_table, layer.reshape(1), work, tree)
-    out, lse, *partial = mla_decode(*arrays, call=call, plan=plan, config=config)
-    out, lse = combine(work, *partial, out.astype(out_dtype), lse, plan=plan)
+    out, lse, partial, partial_lse = mla_decode(*arrays, call=call, plan=plan, config=config)
+    out, lse = combine(work, partial, partial_lse, out.astype(out_dtype), lse, plan=plan)
     return tuple(x.reshape(tokens, plan.heads, *x.shape[1:])[:, :heads] for x in (out, lse))
 
 
