@@ -17,6 +17,7 @@ from mla_attn.cache import LatentPool
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.rope import rotate, rotation
+from mla_attn.ops import plan_mla
 from mla_attn.specs import MLASpec
 
 EXPANDED_MODES = ("prefill", "extend")  # attend over per-head keys and values
@@ -86,6 +87,7 @@ class DeepseekForCausalLM(nnx.Module):
         cos_sin = _rotation(self.config, metadata)
         x = self.embed_tokens(tokens)
         step = {"mode": mode, "tree_mask": tree_mask, "implementation": implementation}
+        metadata = self._planned(metadata, pool, x.dtype, **step)
         for layer, block in enumerate(self.layers):
             x, pool = block(x, cos_sin, pool, metadata, layer=layer, **step)
         return self.norm(x), pool
@@ -128,12 +130,20 @@ class DeepseekForCausalLM(nnx.Module):
         self._require_mtp()
         cos_sin = _rotation(self.config, metadata)
         step = {"mode": mode, "tree_mask": tree_mask, "implementation": implementation}
+        metadata = self._planned(metadata, pool, hidden.dtype, **step)
         return self.mtp(hidden, next_tokens, cos_sin, pool, metadata, layer=self.config.num_hidden_layers, **step)
 
     def draft_logits(self, draft_hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of hidden states that ``draft`` returned."""
         self._require_mtp()
         return self.mtp.head.float32(draft_hidden)
+
+    def _planned(self, metadata, pool, dtype, *, mode, tree_mask, implementation):
+        """The metadata with what the attention of all layers shares, where there is such a thing."""
+        if mode not in ABSORBED_MODES:
+            return metadata
+        tree = tree_mask is not None
+        return plan_mla(metadata, pool, self.attention_spec, tree=tree, out_dtype=dtype, implementation=implementation)
 
     def _require_mtp(self):
         if not self.config.num_nextn_predict_layers:

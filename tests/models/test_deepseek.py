@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from checkpoints import V2, V3
 from mla_attn import metadata as build
-from mla_attn import steps
+from mla_attn import dispatch, mosaic_gpu, steps
 from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
+from mla_attn.pallas_kernels.schedule import work_list
 
 TOLERANCE = 1e-3  # float32 against float32; a float64 model differs from the expected logits by 2.5e-4
 PAGE, WIDTH = 16, 20  # 320 tokens a request
@@ -244,3 +246,41 @@ def test_a_model_is_made_without_a_checkpoint(v3, unchecked):
 def test_unknown_mode(v3, unchecked):
     with pytest.raises(ValueError, match="mode='verify' must be one of prefill, extend, decode, target_verify"):
         v3(lens(1), None, None, mode="verify")
+
+
+@pytest.mark.parametrize("mode", ["decode", "target_verify"])
+def test_one_work_list_for_all_layers(mode, monkeypatch):
+    """What a kernel's layers share is made once a pass, not in each."""
+    static = ("plan", "max_q_len", "causal", "kv_stride")
+    monkeypatch.setattr(mosaic_gpu, "work_list", jax.jit(work_list.__wrapped__, static_argnames=static))  # not inlined
+    model = nnx.eval_shape(lambda: load_checkpoint(V3, dtype=jnp.bfloat16))
+    pool, table = jax.eval_shape(lambda: poisoned_pool(model, 2))
+    pool = dataclasses.replace(pool, data=jax.ShapeDtypeStruct(pool.data.shape, jnp.bfloat16))
+
+    def run(params, tokens, pool, table):
+        model = nnx.merge(graph, params)
+        if mode == "decode":
+            metadata = build.for_decode(table, lens(5, 9), page_size=PAGE)
+            mask = None
+        else:
+            metadata = build.for_target_verify(table, lens(5, 9), num_tokens=3, page_size=PAGE)
+            mask = jnp.ones((2, 3, 3), bool)
+        options = {"mode": mode, "tree_mask": mask, "implementation": "mosaic_gpu"}
+        hidden, pool = model(tokens, pool, metadata, **options)
+        return model.draft(hidden, tokens, pool, metadata, **options)
+
+    graph, params = nnx.split(model)
+    tokens = jax.ShapeDtypeStruct((2 if mode == "decode" else 6,), jnp.int32)
+    with dispatch.compiling_for(dispatch.H200):
+        jaxpr = jax.make_jaxpr(run)(params, tokens, pool, table)
+    names = [str(equation.params.get("name")) for equation in equations(jaxpr.jaxpr)]
+    assert names.count("work_list") == 2  # of the model's layers, and of the draft layer
+    assert names.count(mode) == 4
+
+
+def equations(jaxpr):
+    """Those of jaxprs inside too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
