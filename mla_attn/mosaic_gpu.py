@@ -81,7 +81,7 @@ def mla_attention(
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import Call, mla_decode
 
-    m, tokens, heads, rank = metadata, *q_latent.shape
+    m, (tokens, heads, _) = metadata, q_latent.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
         return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf)
     config = mla_config(_padded(heads), m.max_q_len) if config is None else config

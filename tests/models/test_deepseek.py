@@ -10,8 +10,8 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from checkpoints import V2, V3
-from mla_attn import metadata as build
 from mla_attn import dispatch, mosaic_gpu, steps
+from mla_attn import metadata as build
 from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 from mla_attn.pallas_kernels.schedule import work_list
