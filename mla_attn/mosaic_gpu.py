@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mla_attn.dispatch import current_device
 from mla_attn.metadata import row_owners
-from mla_attn.pallas_kernels.schedule import TILE, Plan, work_list
+from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, work_list
 
 COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
@@ -35,10 +35,10 @@ def supports_mla(call) -> str | None:
 
 def mla_config(heads: int, max_q_len: int):
     """How the kernel runs best for requests of so many rows; ``heads`` as the kernel takes them."""
-    from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import BLOCK_ROWS, Config
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import Config
 
-    compute_bound = heads * max_q_len > BLOCK_ROWS
-    return Config(cluster=2, prefetch=1) if compute_bound else Config()
+    # Rows past 128 read their keys from L2: asking ahead then costs no bandwidth.
+    return Config(prefetch=1 if heads * max_q_len >= 256 else 0)
 
 
 def _padded(heads: int) -> int:
@@ -52,8 +52,8 @@ def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype, config=
         num_requests=metadata.q_lens.shape[0],
         num_rows=metadata.slots.shape[0] * heads,
         heads=heads,
-        group_rows=config.group_rows,
-        lanes=current_device().cores // config.cluster,
+        group_rows=GROUP_ROWS,
+        lanes=current_device().cores,
         max_tiles=-(-metadata.page_table.shape[1] * page_size // TILE),
         combine_all=out_dtype != jnp.bfloat16,  # only what the combine writes was not rounded to bfloat16 before
         invariant=batch_invariant,

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 TILE = 64  # keys
+GROUP_ROWS = 64  # of a thread block
 # A thread block's item: request, first packed row, first row within the request, rows, first tile, tiles, where its
 # partial result goes (-1: it writes the result), table slots that hold keys, and where row 0 stands, from slot 0's key.
 ITEM = ("request", "row", "first", "rows", "tile", "tiles", "partial", "keys", "stands")
 # A group to combine: first packed row, first partial result, pieces, rows.
 SPLIT = ("row", "partial", "pieces", "rows")
+
+HEADER = 2  # the list begins with the numbers of items and of splits that there are
 
 INVARIANT_TILES = 32  # keys of a piece never change with the batch: 2048 of them
 _OVERHEAD = 3  # of an item, in tiles: reading its queries, filling the pipeline, writing its result
@@ -76,13 +79,13 @@ class Plan:
 
     @property
     def splits_at(self) -> int:
-        """Where the list has the number of splits; they follow."""
-        return self.num_items * len(ITEM)
+        """Where the splits begin in the list."""
+        return HEADER + self.num_items * len(ITEM)
 
     @property
     def size(self) -> int:
         """int32 numbers of the list."""
-        return self.splits_at + 1 + self.num_splits * len(SPLIT)
+        return self.splits_at + self.num_splits * len(SPLIT)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "max_q_len", "causal", "kv_stride"), inline=True)
@@ -97,7 +100,9 @@ def work_list(
     causal: bool = True,
     kv_stride: int = 1,
 ) -> Int[Array, "size"]:
-    """The list, flat: ``num_items`` records of ``ITEM``, the number of splits, ``num_splits`` records of ``SPLIT``.
+    """The list, flat: how many items and splits there are, ``num_items`` records of ``ITEM``, ``num_splits`` of ``SPLIT``.
+
+    Lane i takes the items i, 2 * lanes - 1 - i, 2 * lanes + i, ...: longest first, to and fro.
 
     Whatever one request's numbers are, rows of the others are taken once: a request whose rows are out of range, or
     overlap those of one before it, owns none.
@@ -106,7 +111,8 @@ def work_list(
     """
     s = _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
     s |= _pieces(s, plan)
-    return jnp.concatenate([_items(s, plan, causal, kv_stride).ravel(), *_splits(s, plan)]).astype(jnp.int32)
+    header = jnp.stack([(s["groups"] * s["pieces"]).sum(), s["combined"].sum()])
+    return jnp.concatenate([header, _items(s, plan, causal, kv_stride), _splits(s, plan)]).astype(jnp.int32)
 
 
 def _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride):
@@ -198,11 +204,10 @@ def _items(s, plan, causal, kv_stride):
         "keys": s["keys"][of],
         "stands": s["stands"][of],
     }
-    return jnp.stack([fields[name] for name in ITEM], axis=1)
+    return jnp.stack([fields[name] for name in ITEM], axis=1).ravel()
 
 
 def _splits(s, plan):
-    """Their number, and their records."""
     earlier = _earlier(s["combined"].shape[0])
     start = jnp.where(earlier, s["combined"][None], 0).sum(axis=1)
     base = jnp.where(earlier, (s["combined"] * s["pieces"])[None], 0).sum(axis=1)
@@ -214,7 +219,7 @@ def _splits(s, plan):
         "pieces": s["pieces"][of],
         "rows": jnp.where(live, jnp.clip(s["tokens"][of] * plan.heads - first, 0, plan.group_rows), 0),
     }
-    return s["combined"].sum()[None], jnp.stack([fields[name] for name in SPLIT], axis=1).ravel()
+    return jnp.stack([fields[name] for name in SPLIT], axis=1).ravel()
 
 
 def _slots(end, plan, kv_stride):

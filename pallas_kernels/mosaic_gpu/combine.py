@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from mla_attn.pallas_kernels.schedule import SPLIT, Plan
 
 _BLOCKS_PER_CORE = 8
-_FEW, _MANY = 4, 16  # pieces whose loads are in flight at a time
-_PARTS = 2
+_FEW, _MANY = 8, 32  # pieces whose loads are in flight at a time
+_PARTS = 4
 _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 
 
@@ -36,7 +36,7 @@ def combine(
         out, lse: results, ``lse`` with the natural logarithm.
     """
     rank, group_rows = out.shape[1], partial.shape[1]
-    blocks = _BLOCKS_PER_CORE * plan.lanes * group_rows // 64
+    blocks = _BLOCKS_PER_CORE * plan.lanes
 
     parts = _PARTS if rank % (128 * _PARTS) == 0 else 1  # of the columns: more thread blocks have loads in flight
     columns = rank // parts
@@ -81,10 +81,10 @@ def combine(
                 pl.when(split["pieces"] <= _FEW)(lambda: run(_FEW))
                 pl.when(split["pieces"] > _FEW)(lambda: run(_MANY))
 
-        @pl.loop(lax.axis_index("block"), work[plan.splits_at] * (group_rows * parts), step=blocks)
+        @pl.loop(lax.axis_index("block"), work[1] * (group_rows * parts), step=blocks)
         def _(unit):
             part, row = lax.rem(unit, parts), lax.rem(lax.div(unit, parts), group_rows)
-            record = plan.splits_at + 1 + lax.div(unit, group_rows * parts) * len(SPLIT)
+            record = plan.splits_at + lax.div(unit, group_rows * parts) * len(SPLIT)
             split = {name: work[record + n] for n, name in enumerate(SPLIT)}
             pl.when(row < split["rows"])(lambda: join(split, row, part))
 
@@ -97,4 +97,6 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_combine",
     )(work, partial, partial_lse, out, lse)
-    return jax.freeze(out), jax.freeze(lse)
+    # Where the results are stacked, XLA (jaxlib 0.11.2) would let this kernel write them straight into their slice of
+    # the stack, and lose what was already there in place.
+    return lax.optimization_barrier((jax.freeze(out), jax.freeze(lse)))

@@ -34,9 +34,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, ROW, fence_proxy, scale_rows, sync_warpgroup
-from mla_attn.pallas_kernels.schedule import ITEM, TILE, Plan
+from mla_attn.pallas_kernels.schedule import GROUP_ROWS, HEADER, ITEM, TILE, Plan
 
-BLOCK_ROWS = 64  # of a thread block: M of wgmma
+BLOCK_ROWS = GROUP_ROWS  # of a thread block: M of wgmma
 STORE_ROWS = 8  # a block that is not full writes its rows by so many
 _START, _MASKED = -1e30, -1e33  # the running maximum (log2) of a row that has seen no key; a masked score
 
@@ -46,27 +46,18 @@ class Config:
     """How the kernel runs; results are the same up to rounding.
 
     Attributes:
-        cluster: thread blocks, each with 64 rows of a group, that load a tile once for all of them: 1 or 2.
         prefetch: pairs of tiles asked into L2 ahead of their load; pays where the products are the bound.
         lazy: log2 by which the maximum may grow before sums are rescaled; 0 rescales at every growth.
     """
 
-    cluster: int = 1
     prefetch: int = 0
     lazy: float = 8.0
 
     def __post_init__(self):
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster={self.cluster} must be 1 or 2")
         if self.prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch={self.prefetch} must be 0, 1 or 2")
         if not 0 <= self.lazy <= 16:
             raise ValueError(f"lazy={self.lazy} must be 0 to 16: probabilities grow up to 2**lazy")
-
-    @property
-    def group_rows(self) -> int:
-        """Rows of a group of the work list."""
-        return BLOCK_ROWS * self.cluster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,23 +103,22 @@ def mla_decode(
         layer: layer of the pool.
         work: of ``schedule.work_list`` for ``plan``.
         tree: bit c % 32 of ``tree[c // 32, row]`` says whether the row sees key c of ``call.tree_keys``, as in a tree
-            mask; ``config.group_rows`` rows of anything follow the last. None without a tree.
+            mask; ``BLOCK_ROWS`` rows of anything follow the last. None without a tree.
     """
     rope = 0 if q_rope is None else q_rope.shape[1]
     body = _Body(call, plan, config, rank=q_latent.shape[1], rope=rope, page=pages.shape[1])
     X, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
     rows, rank = q_latent.shape
-    cluster = {"cluster": (config.cluster,), "cluster_names": ("block",)} if config.cluster > 1 else {}
     kernel = plgpu.kernel(
         body,
         out_type=(
             X((rows, rank), bf16),
             X((rows,), f32),
-            X((plan.num_partials, config.group_rows, rank), f32),
-            X((plan.num_partials, config.group_rows), f32),
+            X((plan.num_partials, BLOCK_ROWS, rank), f32),
+            X((plan.num_partials, BLOCK_ROWS), f32),
         ),
-        grid=(plan.num_items,),
-        grid_names=("item",),
+        grid=(plan.lanes,),
+        grid_names=("lane",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=body.scratch(),
@@ -137,7 +127,6 @@ def mla_decode(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
         kernel_name="mla_decode",
-        **cluster,
     )
     unused = jnp.zeros((1, 1), jnp.int32)
     return kernel(
@@ -162,23 +151,22 @@ class _Body:
         def buffer(count, rows, columns):
             return plgpu.SMEM((count, rows, columns), bf16, transforms=tiled)
 
-        def full(arrivals):
+        def two(arrivals=1):
             return plgpu.Barrier(num_barriers=2, num_arrivals=arrivals)
 
-        clustered = self.config.cluster > 1
-        empty = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2) if clustered else full(1)
         return {
-            "queries": buffer(1, BLOCK_ROWS, self.rank),
+            "queries": buffer(2, BLOCK_ROWS, self.half),  # the channels of "left" and of "right"
             "queries_rope": buffer(1, BLOCK_ROWS, max(self.rope, 64)),
             "left": buffer(2, TILE, self.half),  # of two tiles: value channels of warpgroup 0,
             "right": buffer(2, TILE, self.half),  # those of warpgroup 1,
             "side": buffer(2, TILE, max(self.rope, TILE)),  # the rope part, then the probabilities
             "stats": plgpu.SMEM((4, BLOCK_ROWS), jnp.float32),  # the maxima, then the sums, of either warpgroup
-            "full_q": plgpu.Barrier(num_arrivals=2 if self.rope else 1),
-            "full": {"left": full(copies), "right": full(copies), "side": full(copies if self.rope else 1)},
-            "empty": {"left": empty, "right": empty, "side": empty},
-            "max_ready": full(1),
-            "p_ready": full(1),
+            "full_q": plgpu.Barrier(num_arrivals=3 if self.rope else 2),
+            "empty_q": plgpu.Barrier(num_arrivals=2),
+            "full": {"left": two(copies), "right": two(copies), "side": two(copies if self.rope else 1)},
+            "empty": {"left": two(), "right": two(), "side": two()},
+            "max_ready": two(),
+            "p_ready": two(),
             "sums_ready": plgpu.Barrier(num_arrivals=2),
         }
 
@@ -186,49 +174,69 @@ class _Body:
         self.gmem_q = (q_latent, q_rope)
         self.pages, self.page_table, self.layer, self.tree_words = pages, page_table, layer, tree
         self.out, self.lse, self.partial, self.partial_lse = out, lse, partial, partial_lse
-        self.smem = smem
-        self.block = lax.axis_index("block") if self.config.cluster > 1 else jnp.int32(0)
-        record = lax.axis_index("item") * len(ITEM)
-        self.item = {name: work[record + n] for n, name in enumerate(ITEM)}
-        self.pairs = lax.max(lax.div(self.item["tiles"] + 1, 2), 1)
-        self.first_row = pl.multiple_of(self.item["row"] + self.block * BLOCK_ROWS, STORE_ROWS)
-        warpgroup, live = lax.axis_index("warpgroup"), self.item["rows"] > 0
+        self.work, self.smem = work, smem
+        self.lane, lanes = lax.axis_index("lane"), self.plan.lanes
+        # Items of this lane: one of each full round, and one of the last if it reaches this lane from its end.
+        full, rest = lax.div(work[0], lanes), lax.rem(work[0], lanes)
+        self.rounds = full + (self._place(full) < rest).astype(jnp.int32)
+        warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when((warpgroup == 2) & live)
+        @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            self._load()
+            pl.loop(0, self.rounds)(self._load)
 
         for number, consumer in enumerate((_Left(self), _Right(self))):
 
-            @pl.when((warpgroup == number) & live)
+            @pl.when(warpgroup == number)
             def _(consumer=consumer):
                 plgpu.set_max_registers(232, action="increase")
-                consumer.run()
+                lax.fori_loop(0, self.rounds, consumer.run, self.read_item(0))
+
+    def _place(self, turn):
+        """This lane's place in a round: they go to and fro."""
+        return jnp.where(lax.rem(turn, 2) == 0, self.lane, self.plan.lanes - 1 - self.lane)
+
+    def read_item(self, turn) -> tuple:
+        """This lane's item of a round; one of another lane if there is none."""
+        index = lax.min(turn * self.plan.lanes + self._place(turn), self.plan.num_items - 1)
+        return tuple(self.work[HEADER + index * len(ITEM) + n] for n in range(len(ITEM)))
+
+    def take_item(self, fields: tuple) -> None:
+        self.item = dict(zip(ITEM, fields, strict=True))
+        self.pairs = lax.max(lax.div(self.item["tiles"] + 1, 2), 1)
+        self.first_row = pl.multiple_of(self.item["row"], STORE_ROWS)
 
     # The loading warpgroup
 
-    def _load(self) -> None:
-        smem = self.smem
+    def _load(self, turn) -> None:
+        self.take_item(self.read_item(turn))
+        smem, later = self.smem, turn > 0
+        self._load_pair(0, reused=later)
         rows = pl.ds(self.first_row, BLOCK_ROWS)  # those past the last row are zeros, and not written
-        plgpu.copy_gmem_to_smem(self.gmem_q[0].at[rows], smem["queries"].at[0], smem["full_q"])
+
+        @pl.when(later)
+        def _():
+            plgpu.barrier_wait(smem["empty_q"])
+
+        for n in range(2):
+            columns = pl.ds(n * self.half, self.half)
+            plgpu.copy_gmem_to_smem(self.gmem_q[0].at[rows, columns], smem["queries"].at[n], smem["full_q"])
         if self.rope:
             plgpu.copy_gmem_to_smem(self.gmem_q[1].at[rows], smem["queries_rope"].at[0], smem["full_q"])
-        self._load_pair(0, first=True)
         for t in range(1, self.config.prefetch + 1):
             self._prefetch(t)
 
         @pl.loop(1, self.pairs)
         def _(t):
             self._prefetch(t + self.config.prefetch)
-            self._load_pair(t, first=False)
+            self._load_pair(t, reused=True)
 
-    def _load_pair(self, t, *, first: bool) -> None:
+    def _load_pair(self, t, *, reused) -> None:
         """In the order in which the two warpgroups use the parts, and let go of them."""
         tiles = [self._places(2 * t), self._places(2 * t + 1)]
         for at, part in ((0, "left"), (1, "right"), (0, "right"), (0, "side"), (1, "left"), (1, "side")):
-            if not first:
-                plgpu.barrier_wait(self.smem["empty"][part].at[at])
+            pl.when(reused)(functools.partial(plgpu.barrier_wait, self.smem["empty"][part].at[at]))
             full = self.smem["full"][part].at[at]
             if part == "side" and not self.rope:
                 plgpu.barrier_arrive(full)
@@ -236,7 +244,7 @@ class _Body:
             for n, place in enumerate(tiles[at]):
                 keys = pl.ds(n * self.piece, self.piece)
                 to = self.smem[part].at[at] if self.piece == TILE else self.smem[part].at[at, keys]
-                plgpu.copy_gmem_to_smem(self._part(place, part), to, full, collective_axes=self._collective)
+                plgpu.copy_gmem_to_smem(self._part(place, part), to, full)
 
     def _prefetch(self, t) -> None:
         if not self.config.prefetch:
@@ -246,11 +254,7 @@ class _Body:
         def _():
             for place in self._places(2 * t) + self._places(2 * t + 1):
                 for part in ("left", "right", "side") if self.rope else ("left", "right"):
-                    plgpu.async_prefetch(self._part(place, part), collective_axes=self._collective)
-
-    @property
-    def _collective(self):
-        return "block" if self.config.cluster > 1 else None
+                    plgpu.async_prefetch(self._part(place, part))
 
     def _places(self, j) -> list:
         """(physical page, first slot in it) of each piece of tile ``j`` of the item.
@@ -292,8 +296,10 @@ class _Consumer:
     def step(self, t, carry, *, last: bool):
         raise NotImplementedError
 
-    def run(self) -> None:
+    def run(self, turn, fields):
+        """One item; returns the fields of the next."""
         body, self.smem = self.body, self.body.smem
+        body.take_item(fields)
         self._limits()
         plgpu.barrier_wait(self.smem["full_q"])
         m = plgpu.layout_cast(jnp.full((BLOCK_ROWS,), _START, jnp.float32), ROW)
@@ -309,13 +315,16 @@ class _Consumer:
         carry = _zeros((BLOCK_ROWS, body.half)), scores, m, l
         carry = lax.fori_loop(0, body.pairs - 1, lambda t, c: self.step(t, c, last=False), carry)
         o, m, l = self.step(body.pairs - 1, carry, last=True)
+        following = body.read_item(turn + 1)  # on its way while this item ends
         self._finish(o, m, l)
+        plgpu.barrier_arrive(self.smem["empty_q"])
+        return following
 
     def _limits(self) -> None:
         """``hidden``: the first slot that some row of this block does not see."""
         body, call, item = self.body, self.call, self.body.item
         self.hidden = item["keys"]
-        self.token = lax.div(item["first"] + body.block * BLOCK_ROWS, call.heads)  # of the block's first row
+        self.token = lax.div(item["first"], call.heads)  # of the block's first row
         if call.causal:
             stands = item["stands"] + self.token
             self.hidden = lax.min(item["keys"], _slots_up_to(stands, call.kv_stride))
@@ -334,7 +343,7 @@ class _Consumer:
                 return
             q = smem["queries_rope"].at[zero]
         else:
-            q = smem["queries"].at[zero, :, pl.ds(0 if part == "left" else body.half, body.half)]
+            q = smem["queries"].at[("left", "right").index(part) + zero]
         plgpu.wgmma(scores, q, smem[part].at[self.number + zero].transpose((1, 0)))
 
     def masked(self, scores, j):
@@ -351,7 +360,7 @@ class _Consumer:
                 token = self.token
                 if call.max_q_len > 1:
                     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ACC)
-                    token = lax.div(row + (item["first"] + body.block * BLOCK_ROWS), call.heads)
+                    token = lax.div(row + item["first"], call.heads)
                 seen &= at <= item["stands"] + token
             if call.tree_keys:
                 seen &= self._in_tree(at)
@@ -433,21 +442,19 @@ class _Consumer:
 
         @pl.when(slot >= 0)
         def _():
-            rows = pl.ds(body.block * BLOCK_ROWS, BLOCK_ROWS)
-            columns = pl.ds(self.number * body.half, body.half)
-            body.partial.at[lax.max(slot, 0), rows, columns][...] = o
+            body.partial.at[lax.max(slot, 0), :, pl.ds(self.number * body.half, body.half)][...] = o
             if self.number == 0:
-                body.partial_lse.at[lax.max(slot, 0), rows][...] = lse
+                body.partial_lse.at[lax.max(slot, 0)][...] = lse
 
     def _store(self, o, lse) -> None:
-        """The rows that are there, through a tile that is dead: this warpgroup's part, which no other reads."""
+        """The rows that are there, through the queries' place, which both warpgroups are done with."""
         body = self.body
-        staged, columns = self.smem[self.part].at[0], pl.ds(self.number * body.half, body.half)
+        columns = pl.ds(self.number * body.half, body.half)
+        staged = self.smem["queries"].at[self.number]
         staged[...] = o.astype(jnp.bfloat16)
         if self.number == 0:
             self.smem["stats"].at[0][...] = lse
         plgpu.commit_smem()
-        rows = lax.clamp(0, body.item["rows"] - body.block * BLOCK_ROWS, BLOCK_ROWS)
 
         def copy(first, count):
             to = pl.ds(pl.multiple_of(body.first_row + first, STORE_ROWS), count)
@@ -462,8 +469,8 @@ class _Consumer:
             copy(0, BLOCK_ROWS)
         else:
             for first in range(0, BLOCK_ROWS, STORE_ROWS):
-                pl.when(first < rows)(functools.partial(copy, first, STORE_ROWS))
-        plgpu.wait_smem_to_gmem(0)
+                pl.when(first < body.item["rows"])(functools.partial(copy, first, STORE_ROWS))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class _Left(_Consumer):
@@ -489,8 +496,7 @@ class _Left(_Consumer):
             plgpu.wgmma(O, p16, smem["left"].at[0 + zero])
             L[...] = L[...] * alpha + p.sum(axis=1)
             o = plgpu.wgmma_accumulator_load(O, wait_n=0)
-            if not last:
-                self.release("left", 0)
+            self.release("left", 0)
             m1 = self.other_max()
             beta = jnp.exp2(m0 - m1)
             self.publish_p((p * _spread(beta, p.shape)).astype(jnp.bfloat16))
@@ -504,9 +510,10 @@ class _Left(_Consumer):
             if not last:
                 S[...] = _zeros((BLOCK_ROWS, TILE))
                 self.add_scores(S, "left", zero)
-                plgpu.wgmma_wait(1)
-                self.release("left", 1)
-                self.release("side", 1)
+            plgpu.wgmma_wait(0 if last else 1)
+            self.release("left", 1)
+            self.release("side", 1)
+            if not last:
                 self.add_scores(S, "right", zero)
                 self.add_scores(S, "side", zero)
 
@@ -543,12 +550,12 @@ class _Right(_Consumer):
             if last:
                 self.drop_unused(0, 2 * t)
             plgpu.wgmma(O, smem["side"].at[0 + zero, :, pl.ds(0, TILE)], smem["right"].at[0 + zero])
+            plgpu.wgmma_wait(1)
+            self.release("right", 1)
+            plgpu.wgmma_wait(0)
+            self.release("right", 0)
+            self.release("side", 0)
             if not last:
-                plgpu.wgmma_wait(1)
-                self.release("right", 1)
-                plgpu.wgmma_wait(0)
-                self.release("right", 0)
-                self.release("side", 0)
                 S[...] = _zeros((BLOCK_ROWS, TILE))
                 for part in self.order:
                     self.add_scores(S, part, zero)

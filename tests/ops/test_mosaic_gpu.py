@@ -22,7 +22,7 @@ class TestMosaicGPU(MLATests):
         "dtype": "bfloat16",
     }
     dtypes = ("bfloat16",)
-    page_sizes = (16, 48)
+    page_sizes = (16, 48, 64)
     latents = ((512, 64),)
     window = soft_cap = False
 
