@@ -15,7 +15,7 @@ from jax import lax
 from mla_attn import metadata as md
 from mla_attn import steps
 from mla_attn.cache import LatentPool, move_rows, write_latent
-from mla_attn.ops import mla_attention
+from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.passes import Passes, Shapes
 from mla_attn.specs import MLASpec
 from mla_attn.speculative import DraftTree
@@ -126,12 +126,14 @@ def _move(pool, layer, src, dst):
     return move_rows(pool, src, dst)
 
 
-def _scan_layers(pool, _, m, q_latent, q_rope, latent, rope):
+def _scan_layers(pool, _, m, q_latent, q_rope, latent, rope, *, implementation=None):
     """Layers as a model would scan them: each takes what the one before gave."""
+    options = {"implementation": implementation}
+    m = plan_mla(m, pool, SPEC, out_dtype=q_latent.dtype, **options)
 
     def body(carry, layer):
         q_latent, pool = carry
-        return steps.decode(q_latent, q_rope, latent, rope, pool, m, SPEC, layer=layer), None
+        return steps.decode(q_latent, q_rope, latent, rope, pool, m, SPEC, layer=layer, **options), None
 
     return lax.scan(body, (q_latent, pool), jnp.arange(LAYERS, dtype=jnp.int32))[0]
 
@@ -164,6 +166,14 @@ CPU_PROGRAMS = PROGRAMS | {
     "invariant_verify": (
         _step("target_verify", batch_invariant=True),
         functools.partial(_absorbed, "target_verify"),
+    )
+}
+
+# Programs for compute capability 9.0 alone.
+HOPPER_PROGRAMS = {
+    "mosaic_gpu_layers": (
+        _jitted(functools.partial(_scan_layers, implementation="mosaic_gpu")),
+        functools.partial(_absorbed, "decode"),
     )
 }
 
@@ -203,7 +213,7 @@ MISTAKES: dict[str, tuple[Callable, Callable[[Sizes], tuple]]] = {
 }
 
 
-_ALL = CPU_PROGRAMS | MISTAKES
+_ALL = CPU_PROGRAMS | HOPPER_PROGRAMS | MISTAKES
 
 
 def _arguments(name: str, sizes: Sizes) -> tuple:
@@ -222,7 +232,7 @@ def prepare(name: str, sizes: Sizes):
 
 def lower(name: str, sizes: Sizes, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
     """The program for arguments of these sizes, placed by ``sharding``."""
-    shapes = _place(jax.eval_shape(lambda: _arguments(name, sizes)), sharding)
+    shapes = place(jax.eval_shape(lambda: _arguments(name, sizes)), sharding)
     jitted, arguments, options = _ALL[name][0](*shapes)
     return jitted.lower(*arguments, **options)
 
@@ -240,11 +250,12 @@ def lower_pass(name: str, model, sharding: jax.sharding.Sharding | None = None) 
     pool = jax.eval_shape(
         lambda: LatentPool.create(num_layers=layers, num_pages=LARGE.num_pages, page_size=LARGE.page_size, spec=spec)
     )
-    arguments = _place((passes.state, pool, buckets._rungs[0]), sharding)
+    arguments = place((passes.state, pool, buckets._rungs[0]), sharding)
     return buckets._jitted.lower(*arguments), pool.data.size * pool.dtype.itemsize // layers
 
 
-def _place(tree, sharding: jax.sharding.Sharding | None):
+def place(tree, sharding: jax.sharding.Sharding | None):
+    """The shapes of arrays, on the devices of ``sharding``."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 

@@ -1,26 +1,14 @@
-"""The same as ``test_memory.py`` for CUDA, without a GPU: the programs are compiled for an H200 and looked at.
-
-XLA's CUDA compiler is fetched by ``make cuda-aot``; ``MLA_ATTN_CUDA_AOT`` names another folder that holds it.
-"""
+"""The same as ``test_memory.py`` for CUDA, without a GPU: the programs are compiled for an H200 and looked at."""
 
 import functools
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
-import jax
 import pytest
 
+import aot
 from footprint import PASSES, PROGRAMS, Footprint, assert_in_place
-from source_tree import ROOT
 
-FOLDER = Path(os.environ.get("MLA_ATTN_CUDA_AOT", ROOT / ".venv" / "cuda-aot"))
-_WHEEL = FOLDER / f"jax_cuda13_pjrt-{jax.__version__}.dist-info"
-pytestmark = pytest.mark.skipif(
-    not _WHEEL.is_dir(), reason=f"needs XLA's CUDA compiler, of JAX's version, in {FOLDER}: run `make cuda-aot`"
-)
+pytestmark = aot.needs_compiler
 
 DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
 
@@ -28,15 +16,7 @@ DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
 @functools.cache
 def _compiled(group: str) -> dict:
     """What ``cuda_aot.py`` prints, from one process for all tests of a group."""
-    paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).parent / "cuda_aot.py", group],
-        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return aot.run("cuda_aot.py", group)
 
 
 def footprints(group: str, name: str) -> list[Footprint]:
@@ -68,4 +48,4 @@ def test_these_tests_notice(name):
 
 
 def test_this_process_does_not_see_the_plugin():
-    assert str(FOLDER) not in sys.path
+    assert str(aot.FOLDER) not in sys.path

@@ -1,0 +1,110 @@
+"""Calls of ``mla_attention`` that the Hopper kernels serve, to lower and to compile without a GPU."""
+
+import jax
+import jax.numpy as jnp
+
+import helpers
+from mla_attn.dispatch import H200, compiling_for
+from mla_attn.ops import mla_attention, plan_mla
+
+# What differs from a decode call of 16 heads, 512 + 64 channels, pages of 64.
+CALLS = {
+    "decode": {},
+    "decode, 128 heads": {"heads": 128},
+    "decode, 64 heads": {"heads": 64},
+    "decode, 20 heads": {"heads": 20},
+    "decode, 3 heads": {"heads": 3},
+    "verify": {"max_q_len": 4},
+    "verify, 128 heads": {"heads": 128, "max_q_len": 4},
+    "verify, 20 heads": {"heads": 20, "max_q_len": 3},
+    "tree": {"max_q_len": 4, "tree": 4},
+    "tree of earlier steps, 128 heads": {"heads": 128, "max_q_len": 4, "tree": 37},
+    "not causal": {"max_q_len": 4, "causal": False},
+    "strided": {"max_q_len": 4, "kv_stride": 3, "page_stride": 5, "layer_stride": 2, "num_layers": 3},
+    "256 + 64": {"kv_lora_rank": 256},
+    "256 + 64, 128 heads": {"kv_lora_rank": 256, "heads": 128},
+    "512 + 0": {"qk_rope_head_dim": 0},
+    "512 + 0, 128 heads": {"qk_rope_head_dim": 0, "heads": 128},
+    "pages of 16": {"page_size": 16},
+    "pages of 48, 128 heads": {"page_size": 48, "heads": 128},
+    "pages of 128": {"page_size": 128},
+    "batch invariant": {"batch_invariant": True},
+    "batch invariant, 128 heads": {"batch_invariant": True, "heads": 128, "max_q_len": 4},
+    "float32 result": {"out_dtype": jnp.float32},
+}
+
+# The same, several at a time: few programs, for a short test.
+MIXED = {
+    "decode, 128 heads": CALLS["decode, 128 heads"],
+    "tree, 20 heads, pages of 16, float32 result": {
+        "heads": 20,
+        "max_q_len": 4,
+        "tree": 37,
+        "page_size": 16,
+        "out_dtype": jnp.float32,
+    },
+    "invariant verify, 64 heads, 512 + 0, pages of 48": {
+        "heads": 64,
+        "max_q_len": 4,
+        "batch_invariant": True,
+        "qk_rope_head_dim": 0,
+        "page_size": 48,
+    },
+    "strided, not causal, 3 heads, 256 + 64, pages of 128": {
+        "heads": 3,
+        "kv_lora_rank": 256,
+        "kv_stride": 3,
+        "page_stride": 5,
+        "layer_stride": 2,
+        "num_layers": 3,
+        "causal": False,
+        "page_size": 128,
+    },
+}
+
+NOTHING = {
+    "no requests": {"kv_lens": [], "q_lens": [], "num_rows": 3, "layout": "packed"},
+    "no rows": {"kv_lens": [0, 0], "q_lens": [0, 0], "num_rows": 0, "layout": "packed"},
+}
+
+
+def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, **sizes):
+    """``(plan, attend, arguments)``: functions of the arrays of a batch; ``attend`` takes what ``plan`` returns."""
+    defaults = {
+        "kv_lens": [65, 300],
+        "q_lens": [1, 1],
+        "heads": 16,
+        "page_size": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "dtype": jnp.bfloat16,
+    }
+    batch = helpers.poisoned_batch(0, **{**defaults, **sizes})
+    spec, shared = batch.spec, {"causal": causal, "implementation": "mosaic_gpu", "batch_invariant": batch_invariant}
+
+    def plan(pool, metadata):
+        planned_for = jnp.bfloat16 if out_dtype is None else out_dtype
+        return plan_mla(metadata, pool, spec, tree=tree > 0, out_dtype=planned_for, **shared)
+
+    def attend(pool, metadata, layer, q_latent, q_rope):
+        shape = (metadata.q_lens.shape[0], metadata.max_q_len, tree)
+        return mla_attention(
+            q_latent,
+            q_rope,
+            pool,
+            metadata,
+            spec,
+            layer=layer,
+            tree_mask=jnp.ones(shape, bool) if tree else None,
+            out_dtype=out_dtype,
+            return_lse=True,
+            **shared,
+        )
+
+    return plan, attend, (batch.pool, batch.metadata, jnp.int32(0), batch.q_latent, batch.q_rope)
+
+
+def lower(function, *arguments) -> jax.stages.Lowered:
+    """The function for an H200."""
+    with compiling_for(H200):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))

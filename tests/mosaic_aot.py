@@ -1,0 +1,107 @@
+"""Compiles calls of the Hopper kernels on a machine without a GPU and prints what became of them, as JSON.
+
+Run by ``pallas_kernels/test_mla_decode.py`` as a program of its own, with the stand-in of ``aot.py`` for CUDA's driver.
+Its arguments are names of ``CALLS``, and ``layers`` for a decode step of several layers over a large pool.
+"""
+
+# ruff: noqa: E402 -- where to import the library from is settled first
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import source_tree
+
+sys.meta_path.insert(0, source_tree.PathFinder)  # annotations are checked by the tests that run on the CPU
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+
+import jax
+from jax.experimental import topologies
+
+import kernel_calls
+from footprint import LARGE, LAYERS, Footprint, large_copies, lower, place
+from mla_attn.dispatch import H200, compiling_for
+
+TARGET = Path(__file__).parent / "h200.txtpb"
+OPTIONS = {"xla_gpu_autotune_level": 0}  # it would time matrix products, of which there are none
+
+
+def main(names: list[str]) -> dict[str, dict]:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return {name: _compiled(name, device) for name in names}
+
+
+def _compiled(name: str, device) -> dict:
+    with printed() as log:
+        compiled = _lowered(name, device).compile(OPTIONS)
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    layer = LARGE.layer_bytes
+    found = Footprint(
+        layer, LAYERS * layer - memory.alias_size_in_bytes, memory.temp_size_in_bytes, large_copies(hlo, layer)
+    )
+    return {"kernels": kernels(log), "instructions": instructions(hlo), "footprint": dataclasses.asdict(found)}
+
+
+def _lowered(name: str, device) -> jax.stages.Lowered:
+    if name == "layers":
+        with compiling_for(H200):
+            return lower("mosaic_gpu_layers", LARGE, device)
+    plan, attend, (pool, metadata, *rest) = kernel_calls.make(**kernel_calls.CALLS[name])
+    with compiling_for(H200):
+        arguments = pool, jax.eval_shape(plan, pool, metadata), *rest
+    return kernel_calls.lower(attend, *place(arguments, device))
+
+
+@contextlib.contextmanager
+def printed():
+    """Collects in a list what this process prints meanwhile, XLA included."""
+    log, flush = [], ctypes.CDLL(None).fflush
+    with tempfile.TemporaryFile("w+") as file:
+        sys.stdout.flush()
+        stdout = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield log
+        finally:
+            flush(None)
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        file.seek(0)
+        log += file.read().splitlines()
+
+
+def kernels(log: list[str]) -> list[dict]:
+    """What ptxas says of each kernel; one that was compiled before is not there."""
+    found = []
+    for line in log:
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            found.append({"name": match[1]})
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            if "stack frame" in line:  # and not the warning, which comes before
+                found[-1] |= {"spill_stores": int(match[1]), "spill_loads": int(match[2])}
+        elif match := re.search(r"Used (\d+) registers", line):
+            found[-1]["registers"] = int(match[1])
+    # These come before the names they belong to.
+    serialised = [line for line in log if "C7510" in line or "serializ" in line]
+    return [kernel | {"serialised": [s for s in serialised if kernel["name"] in s]} for kernel in found]
+
+
+def instructions(hlo: str) -> dict[str, int]:
+    """How often each operation is in a program, by name; for custom calls the target."""
+    found = collections.Counter()
+    for line in hlo.splitlines():
+        if match := re.match(r"\s*(?:ROOT )?%\S+ = .*? ([a-z][\w-]*)\(", line):
+            target = re.search(r'custom_call_target="([^"]*)"', line)
+            found[target[1] if target else match[1]] += 1
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(main(sys.argv[1:]), sys.stdout)

@@ -1,0 +1,101 @@
+"""The Hopper kernels without a GPU: every kind of call lowers, and compiles to machine code as it should."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import aot
+from kernel_calls import CALLS, MIXED, NOTHING, lower, make
+from mla_attn import mosaic_gpu
+from mla_attn.dispatch import H200, compiling_for
+
+TARGET = "custom_call @mosaic_gpu"
+QUICK = ("layers", "decode, 128 heads")  # of layers: 16 heads
+
+# Bytes that a thread may spill; none where nothing is said. The bits of a tree's mask take registers of their own.
+SPILLS = {"tree": 128, "tree of earlier steps, 128 heads": 128}
+
+
+@pytest.fixture
+def lists(monkeypatch):
+    """A list that grows by one with every work list made."""
+    made, work_list = [], mosaic_gpu.work_list
+
+    def counted(*arguments, **options):
+        made.append(options["plan"])
+        return work_list(*arguments, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "work_list", counted)
+    return made
+
+
+@pytest.mark.parametrize("name", MIXED | NOTHING)
+def test_every_call_lowers(name, lists):
+    """To one kernel that attends and one that combines; a planned call makes no work list of its own."""
+    plan, attend, arguments = make(**(MIXED | NOTHING)[name])
+
+    def both(pool, metadata, *rest):
+        return attend(pool, plan(pool, metadata), *rest)
+
+    text = lower(both, *arguments).as_text()
+    assert text.count(TARGET) == (0 if name in NOTHING else 2)
+    assert len(lists) == 1
+
+
+def test_an_unplanned_call_makes_its_own_list(lists):
+    _, attend, arguments = make()
+    with compiling_for(H200):
+        jax.eval_shape(attend, *arguments)
+    assert len(lists) == 1
+
+
+def test_layers_scanned_over(lists):
+    """One list, and one pair of kernels, for all of them."""
+    plan, attend, (pool, metadata, _, *queries) = make(num_layers=3)
+
+    def scan(pool, metadata, *queries):
+        planned = plan(pool, metadata)
+        return jax.lax.scan(lambda _, layer: (None, attend(pool, planned, layer, *queries)), None, jnp.arange(3))[1]
+
+    assert lower(scan, pool, metadata, *queries).as_text().count(TARGET) == 2
+    assert len(lists) == 1
+
+
+# Compiled to machine code
+
+
+@functools.cache
+def compiled(quick: bool) -> dict:
+    """What ``mosaic_aot.py`` prints, from one process for all quick tests and one for the others."""
+    names = QUICK if quick else [name for name in CALLS if name not in QUICK]
+    return aot.run("mosaic_aot.py", *names, LD_PRELOAD=str(aot.standin_driver()))
+
+
+@aot.needs_compiler
+@aot.needs_c_compiler
+class TestMachineCode:
+    @pytest.mark.parametrize(
+        "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name not in QUICK)]
+    )
+    def test_nothing_is_spilled_and_no_product_waits_for_another(self, name):
+        found = compiled(name in QUICK)[name]["kernels"]
+        assert "mla_decode" in found[0]["name"]
+        for kernel in found:
+            most = SPILLS.get(name, 0) if "mla_decode" in kernel["name"] else 0
+            assert max(kernel["spill_stores"], kernel["spill_loads"]) <= most, kernel
+            assert not kernel["serialised"]
+
+    def test_a_planned_call_is_two_kernels_and_nothing_else(self):
+        found = compiled(True)["decode, 128 heads"]["instructions"]
+        assert found.pop("mosaic_gpu_v2") == 2
+        assert set(found) <= {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}, found
+
+    def test_layers_write_and_read_one_pool_in_place(self):
+        """Layers scanned over a donated pool: for all of them one pair of kernels and one write, and no copy."""
+        found = compiled(True)["layers"]
+        assert (found["instructions"]["mosaic_gpu_v2"], found["instructions"]["scatter"]) == (2, 1)
+        assert found["footprint"]["unaliased"] == 0
+        assert found["footprint"]["temp"] < found["footprint"]["layer"] / 2
+        assert not found["footprint"]["copies"]
