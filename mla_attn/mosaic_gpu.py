@@ -33,21 +33,12 @@ def supports_mla(call) -> str | None:
     return None
 
 
-def mla_config(heads: int, max_q_len: int):
-    """How the kernel runs best for requests of so many rows; ``heads`` as the kernel takes them."""
-    from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import Config
-
-    # Rows past 128 read their keys from L2: asking ahead then costs no bandwidth.
-    return Config(prefetch=1 if heads * max_q_len >= 256 else 0)
-
-
 def _padded(heads: int) -> int:
     return -(-heads // _HEADS) * _HEADS
 
 
-def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype, config=None) -> Plan:
+def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype) -> Plan:
     heads = _padded(spec.num_heads)
-    config = mla_config(heads, metadata.max_q_len) if config is None else config
     return Plan(
         num_requests=metadata.q_lens.shape[0],
         num_rows=metadata.slots.shape[0] * heads,
@@ -74,9 +65,7 @@ def _work(m, plan: Plan, *, causal: bool):
     return work_list(*lengths, plan=plan, max_q_len=m.max_q_len, causal=causal, kv_stride=m.kv_stride)
 
 
-def mla_attention(
-    q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype, config=None
-):
+def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
     """``(out [T, H, R], lse float32 [T, H])``; out is float32 or bfloat16."""
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import Call, mla_decode
@@ -84,8 +73,7 @@ def mla_attention(
     m, (tokens, heads, _) = metadata, q_latent.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
         return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf)
-    config = mla_config(_padded(heads), m.max_q_len) if config is None else config
-    plan = _plan(m, spec, pool.page_size, batch_invariant=batch_invariant, out_dtype=out_dtype, config=config)
+    plan = _plan(m, spec, pool.page_size, batch_invariant=batch_invariant, out_dtype=out_dtype)
     work = _work(m, plan, causal=causal)
     call = Call(
         heads=plan.heads,
@@ -101,7 +89,7 @@ def mla_attention(
     tree = None if tree_mask is None else _tree_words(tree_mask, m, plan)
     q_rope = _rows(q_rope, plan) if spec.qk_rope_head_dim else None
     arrays = (_rows(q_latent, plan), q_rope, pool.data, m.page_table, layer.reshape(1), work, tree)
-    out, lse, partial, partial_lse = mla_decode(*arrays, call=call, plan=plan, config=config)
+    out, lse, partial, partial_lse = mla_decode(*arrays, call=call, plan=plan)
     out, lse = combine(work, partial, partial_lse, out.astype(out_dtype), lse, plan=plan)
     return tuple(x.reshape(tokens, plan.heads, *x.shape[1:])[:, :heads] for x in (out, lse))
 

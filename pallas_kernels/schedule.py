@@ -1,7 +1,7 @@
 """Work lists of split-KV kernels: which rows and which keys each thread block takes, so that all finish together.
 
 The rows of a request (query tokens times heads, packed) are cut into *groups* of at most ``group_rows``; a group's keys
-lie in *tiles* of ``TILE`` table slots. A group whose tiles are too many for one thread block is split into pieces, whose
+lie in *tiles* of ``TILE`` table slots. A group whose tiles are too many for one lane is split into *pieces*, whose
 partial results are combined afterwards. Rows that no request owns form groups without tiles: they become zeros.
 
 Everything is computed in JAX, with static shapes, once per step; all layers share the list.
@@ -100,7 +100,8 @@ def work_list(
     causal: bool = True,
     kv_stride: int = 1,
 ) -> Int[Array, "size"]:
-    """The list, flat: how many items and splits there are, ``num_items`` records of ``ITEM``, ``num_splits`` of ``SPLIT``.
+    """The list, flat: how many items and splits there are, then ``num_items`` records of ``ITEM``, then those of
+    ``SPLIT``.
 
     Lane i takes the items i, 2 * lanes - 1 - i, 2 * lanes + i, ...: longest first, to and fro.
 

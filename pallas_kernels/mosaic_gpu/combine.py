@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from mla_attn.pallas_kernels.schedule import SPLIT, Plan
 
 _BLOCKS_PER_CORE = 8
-_FEW, _MANY = 8, 32  # pieces whose loads are in flight at a time
-_PARTS = 4
+_FEW, _MANY = 8, 16  # pieces whose loads are in flight at a time
 _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 
 
@@ -37,8 +36,7 @@ def combine(
     """
     rank, group_rows = out.shape[1], partial.shape[1]
     blocks = _BLOCKS_PER_CORE * plan.lanes
-
-    parts = _PARTS if rank % (128 * _PARTS) == 0 else 1  # of the columns: more thread blocks have loads in flight
+    parts = 2 if plan.num_rows < blocks and rank % 256 == 0 else 1  # of the columns: few rows keep few blocks busy
     columns = rank // parts
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // 128)
 
@@ -51,7 +49,8 @@ def combine(
                 pieces = [step * unroll + n for n in range(unroll)]
                 at = [split["partial"] + lax.min(i, split["pieces"] - 1) for i in pieces]
                 lses = [
-                    jnp.where(i < split["pieces"], partial_lse[a, row], -jnp.inf) for i, a in zip(pieces, at, strict=True)
+                    jnp.where(i < split["pieces"], partial_lse[a, row], -jnp.inf)
+                    for i, a in zip(pieces, at, strict=True)
                 ]
                 values = [plgpu.load(partial.at[a, row, place], layout=layout, optimized=False) for a in at]
                 higher = functools.reduce(lax.max, lses, top)
@@ -76,7 +75,7 @@ def combine(
                     lse[split["row"] + row] = jnp.where(seen, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
 
             if plan.invariant:  # how many pieces follow must not change how the first are added
-                run(_MANY)
+                run(4)
             else:
                 pl.when(split["pieces"] <= _FEW)(lambda: run(_FEW))
                 pl.when(split["pieces"] > _FEW)(lambda: run(_MANY))

@@ -1,9 +1,10 @@
 """Absorbed MLA over a paged bf16 cache: decode, verify, draft-extend, trees. For compute capability 9.0.
 
-A thread block takes 64 rows (query tokens times heads) of an item of the work list, that is, some tiles of 64 keys.
-Three warpgroups: the last one loads (TMA); the other two own one half of the value channels each. Tiles come in pairs.
-Of tile 0 the scores S and the softmax are warpgroup 0's, of tile 1 warpgroup 1's; each then needs the other's
-probabilities P, which cross through the rope part of the tile they belong to, which is dead by then:
+A thread block takes its items of the work list one after the other: 64 rows (query tokens times heads) and some tiles
+of 64 keys. Three warpgroups: the last one loads (TMA), and runs ahead into the next item; the other two own one half of
+the value channels each. Tiles come in pairs. Of tile 0 the scores S and the softmax are warpgroup 0's, of tile 1
+warpgroup 1's; each then needs the other's probabilities P, which cross through the rope part of the tile they belong
+to, which is dead by then:
 
     warpgroup 0                                      warpgroup 1
     m0 = max(m, S0)              --- m0 --->         m1 = max(m0, S1)
@@ -46,16 +47,12 @@ class Config:
     """How the kernel runs; results are the same up to rounding.
 
     Attributes:
-        prefetch: pairs of tiles asked into L2 ahead of their load; pays where the products are the bound.
         lazy: log2 by which the maximum may grow before sums are rescaled; 0 rescales at every growth.
     """
 
-    prefetch: int = 0
     lazy: float = 8.0
 
     def __post_init__(self):
-        if self.prefetch not in (0, 1, 2):
-            raise ValueError(f"prefetch={self.prefetch} must be 0, 1 or 2")
         if not 0 <= self.lazy <= 16:
             raise ValueError(f"lazy={self.lazy} must be 0 to 16: probabilities grow up to 2**lazy")
 
@@ -86,7 +83,7 @@ def mla_decode(
     *,
     call: Call,
     plan: Plan,
-    config: Config,
+    config: Config = Config(),
 ) -> tuple[
     BFloat16[Array, "rows R"],
     Float32[Array, "rows"],
@@ -123,9 +120,7 @@ def mla_decode(
         thread_name="warpgroup",
         scratch_types=body.scratch(),
         # Barriers are where the diagram above needs them.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         kernel_name="mla_decode",
     )
     unused = jnp.zeros((1, 1), jnp.int32)
@@ -184,7 +179,7 @@ class _Body:
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            pl.loop(0, self.rounds)(self._load)
+            lax.fori_loop(0, self.rounds, self._load, self.read_item(0))
 
         for number, consumer in enumerate((_Left(self), _Right(self))):
 
@@ -209,28 +204,31 @@ class _Body:
 
     # The loading warpgroup
 
-    def _load(self, turn) -> None:
-        self.take_item(self.read_item(turn))
-        smem, later = self.smem, turn > 0
-        self._load_pair(0, reused=later)
-        rows = pl.ds(self.first_row, BLOCK_ROWS)  # those past the last row are zeros, and not written
+    def _load(self, turn, fields):
+        """One item; returns the fields of the next. Its queries take the place of the last one's result."""
+        self.take_item(fields)
+        following = self.read_item(turn + 1)
+        pl.when(turn == 0)(self._load_queries)
+        self._load_pair(0, reused=turn > 0)
 
-        @pl.when(later)
+        @pl.when(turn > 0)
         def _():
-            plgpu.barrier_wait(smem["empty_q"])
-
-        for n in range(2):
-            columns = pl.ds(n * self.half, self.half)
-            plgpu.copy_gmem_to_smem(self.gmem_q[0].at[rows, columns], smem["queries"].at[n], smem["full_q"])
-        if self.rope:
-            plgpu.copy_gmem_to_smem(self.gmem_q[1].at[rows], smem["queries_rope"].at[0], smem["full_q"])
-        for t in range(1, self.config.prefetch + 1):
-            self._prefetch(t)
+            plgpu.barrier_wait(self.smem["empty_q"])
+            self._load_queries()
 
         @pl.loop(1, self.pairs)
         def _(t):
-            self._prefetch(t + self.config.prefetch)
             self._load_pair(t, reused=True)
+
+        return following
+
+    def _load_queries(self) -> None:
+        rows, full = pl.ds(self.first_row, BLOCK_ROWS), self.smem["full_q"]  # past the last row: zeros, not written
+        for n in range(2):
+            columns = pl.ds(n * self.half, self.half)
+            plgpu.copy_gmem_to_smem(self.gmem_q[0].at[rows, columns], self.smem["queries"].at[n], full)
+        if self.rope:
+            plgpu.copy_gmem_to_smem(self.gmem_q[1].at[rows], self.smem["queries_rope"].at[0], full)
 
     def _load_pair(self, t, *, reused) -> None:
         """In the order in which the two warpgroups use the parts, and let go of them."""
@@ -245,16 +243,6 @@ class _Body:
                 keys = pl.ds(n * self.piece, self.piece)
                 to = self.smem[part].at[at] if self.piece == TILE else self.smem[part].at[at, keys]
                 plgpu.copy_gmem_to_smem(self._part(place, part), to, full)
-
-    def _prefetch(self, t) -> None:
-        if not self.config.prefetch:
-            return
-
-        @pl.when(t < self.pairs)
-        def _():
-            for place in self._places(2 * t) + self._places(2 * t + 1):
-                for part in ("left", "right", "side") if self.rope else ("left", "right"):
-                    plgpu.async_prefetch(self._part(place, part))
 
     def _places(self, j) -> list:
         """(physical page, first slot in it) of each piece of tile ``j`` of the item.
@@ -303,7 +291,7 @@ class _Consumer:
         self._limits()
         plgpu.barrier_wait(self.smem["full_q"])
         m = plgpu.layout_cast(jnp.full((BLOCK_ROWS,), _START, jnp.float32), ROW)
-        l = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS,), jnp.float32), ROW)
+        sums = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS,), jnp.float32), ROW)
 
         def first_scores(scores):
             zero = _opaque_zero()
@@ -312,17 +300,17 @@ class _Consumer:
             return scores[...]
 
         scores = pl.run_scoped(first_scores, plgpu.ACC((BLOCK_ROWS, TILE), jnp.float32))
-        carry = _zeros((BLOCK_ROWS, body.half)), scores, m, l
+        carry = _zeros((BLOCK_ROWS, body.half)), scores, m, sums
         carry = lax.fori_loop(0, body.pairs - 1, lambda t, c: self.step(t, c, last=False), carry)
-        o, m, l = self.step(body.pairs - 1, carry, last=True)
+        o, m, sums = self.step(body.pairs - 1, carry, last=True)
         following = body.read_item(turn + 1)  # on its way while this item ends
-        self._finish(o, m, l)
+        self._finish(o, m, sums)
         plgpu.barrier_arrive(self.smem["empty_q"])
         return following
 
     def _limits(self) -> None:
         """``hidden``: the first slot that some row of this block does not see."""
-        body, call, item = self.body, self.call, self.body.item
+        call, item = self.call, self.body.item
         self.hidden = item["keys"]
         self.token = lax.div(item["first"], call.heads)  # of the block's first row
         if call.causal:
@@ -348,7 +336,7 @@ class _Consumer:
 
     def masked(self, scores, j):
         """Scores of tile ``j`` of the item, those of keys that a row does not see replaced."""
-        body, call, item = self.body, self.call, self.body.item
+        call, item = self.call, self.body.item
         slot0 = (item["tile"] + j) * TILE
 
         def mask(scores):
@@ -425,9 +413,9 @@ class _Consumer:
 
     # The result
 
-    def _finish(self, o, m, l) -> None:
+    def _finish(self, o, m, sums) -> None:
         body, stats = self.body, self.smem["stats"]
-        stats.at[2 + self.number][...] = l
+        stats.at[2 + self.number][...] = sums
         plgpu.barrier_arrive(self.smem["sums_ready"])
         plgpu.barrier_wait(self.smem["sums_ready"])
         total = plgpu.load(stats.at[2], layout=ROW) + plgpu.load(stats.at[3], layout=ROW)
@@ -479,7 +467,7 @@ class _Left(_Consumer):
     number, part, order = 0, "left", ("left", "right", "side")
 
     def step(self, t, carry, *, last: bool):
-        o, scores, m, l = carry
+        o, scores, m, sums = carry
         zero, smem = _opaque_zero(), self.smem
         if last or self.call.max_q_len > 1 or self.call.tree_keys:
             scores = self.masked(scores, 2 * t)
@@ -492,34 +480,34 @@ class _Left(_Consumer):
             self.drop_unused(0, 2 * t)
 
         def products(refs):
-            O, S, M, L = refs
-            plgpu.wgmma(O, p16, smem["left"].at[0 + zero])
-            L[...] = L[...] * alpha + p.sum(axis=1)
-            o = plgpu.wgmma_accumulator_load(O, wait_n=0)
+            o_ref, scores_ref, m_ref, sums_ref = refs
+            plgpu.wgmma(o_ref, p16, smem["left"].at[0 + zero])
+            sums_ref[...] = sums_ref[...] * alpha + p.sum(axis=1)
+            o = plgpu.wgmma_accumulator_load(o_ref, wait_n=0)
             self.release("left", 0)
             m1 = self.other_max()
             beta = jnp.exp2(m0 - m1)
             self.publish_p((p * _spread(beta, p.shape)).astype(jnp.bfloat16))
-            O[...] = self.rescaled(o, beta)
-            M[...] = m1
-            L[...] = L[...] * beta
+            o_ref[...] = self.rescaled(o, beta)
+            m_ref[...] = m1
+            sums_ref[...] = sums_ref[...] * beta
             plgpu.barrier_wait(smem["p_ready"].at[1])
             if last:
                 self.drop_unused(1, 2 * t + 1)
-            plgpu.wgmma(O, smem["side"].at[1 + zero, :, pl.ds(0, TILE)], smem["left"].at[1 + zero])
+            plgpu.wgmma(o_ref, smem["side"].at[1 + zero, :, pl.ds(0, TILE)], smem["left"].at[1 + zero])
             if not last:
-                S[...] = _zeros((BLOCK_ROWS, TILE))
-                self.add_scores(S, "left", zero)
+                scores_ref[...] = _zeros((BLOCK_ROWS, TILE))
+                self.add_scores(scores_ref, "left", zero)
             plgpu.wgmma_wait(0 if last else 1)
             self.release("left", 1)
             self.release("side", 1)
             if not last:
-                self.add_scores(S, "right", zero)
-                self.add_scores(S, "side", zero)
+                self.add_scores(scores_ref, "right", zero)
+                self.add_scores(scores_ref, "side", zero)
 
         if last:
-            return pl.run_state(lambda r: products((r[0], None, r[1], r[2])))((plgpu.ACC.init(o), m, l))
-        return pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), m, l))
+            return pl.run_state(lambda r: products((r[0], None, r[1], r[2])))((plgpu.ACC.init(o), m, sums))
+        return pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), m, sums))
 
 
 class _Right(_Consumer):
@@ -528,7 +516,7 @@ class _Right(_Consumer):
     number, part, order = 1, "right", ("right", "left", "side")
 
     def step(self, t, carry, *, last: bool):
-        o, scores, m, l = carry
+        o, scores, m, sums = carry
         zero, smem = _opaque_zero(), self.smem
         if last or self.call.max_q_len > 1 or self.call.tree_keys:
             scores = self.masked(scores, 2 * t + 1)
@@ -541,30 +529,30 @@ class _Right(_Consumer):
             self.drop_unused(1, 2 * t + 1)
 
         def products(refs):
-            O, S, L = refs
-            plgpu.wgmma(O, p16, smem["right"].at[1 + zero])
+            o_ref, scores_ref, sums_ref = refs
+            plgpu.wgmma(o_ref, p16, smem["right"].at[1 + zero])
             sync_warpgroup(7)  # every warp is done with this tile's scores: P takes the place of its rope part
             self.publish_p(p16)
-            L[...] = L[...] * alpha + p.sum(axis=1)
+            sums_ref[...] = sums_ref[...] * alpha + p.sum(axis=1)
             plgpu.barrier_wait(smem["p_ready"].at[0])
             if last:
                 self.drop_unused(0, 2 * t)
-            plgpu.wgmma(O, smem["side"].at[0 + zero, :, pl.ds(0, TILE)], smem["right"].at[0 + zero])
+            plgpu.wgmma(o_ref, smem["side"].at[0 + zero, :, pl.ds(0, TILE)], smem["right"].at[0 + zero])
             plgpu.wgmma_wait(1)
             self.release("right", 1)
             plgpu.wgmma_wait(0)
             self.release("right", 0)
             self.release("side", 0)
             if not last:
-                S[...] = _zeros((BLOCK_ROWS, TILE))
+                scores_ref[...] = _zeros((BLOCK_ROWS, TILE))
                 for part in self.order:
-                    self.add_scores(S, part, zero)
+                    self.add_scores(scores_ref, part, zero)
 
         if last:
-            o, l = pl.run_state(lambda r: products((r[0], None, r[1])))((plgpu.ACC.init(o), l))
-            return o, m1, l
-        o, scores, l = pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), l))
-        return o, scores, m1, l
+            o, sums = pl.run_state(lambda r: products((r[0], None, r[1])))((plgpu.ACC.init(o), sums))
+            return o, m1, sums
+        o, scores, sums = pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), sums))
+        return o, scores, m1, sums
 
 
 def _slots_up_to(position, stride: int):

@@ -40,9 +40,7 @@ def scale_rows(values: jax.Array, factors: jax.Array) -> jax.Array:
         factors: float32 [M], a row each.
     """
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACC, ROW), return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=ACC)
-    )
+    @plgpu.inline_mgpu(arg_types=(ACC, ROW), return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=ACC))
     def scale(_, values, factors):
         if_op = scf.IfOp(_any_in_warp_differs(factors, 1.0), [r.type for r in values.registers.flat], has_else=True)
         with ir.InsertionPoint(if_op.then_block):
