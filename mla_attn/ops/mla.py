@@ -163,6 +163,7 @@ def plan_mla(
     chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
     if chosen.plan is None:
         return metadata
+    metadata = dataclasses.replace(metadata, work_plan=None)  # a list it has may be of other lengths
     return chosen.plan(
         metadata, pool, spec, causal=causal, batch_invariant=batch_invariant, out_dtype=np.dtype(out_dtype)
     )

@@ -1,0 +1,104 @@
+"""What the ops hand to the Hopper kernels, without a GPU: work lists and when they are made, bits of tree masks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import helpers
+from kernel_calls import make
+from mla_attn import mosaic_gpu
+from mla_attn.dispatch import H200, compiling_for
+from mla_attn.ops import plan_mla
+
+
+@pytest.fixture
+def lists(monkeypatch):
+    """The plans of the work lists made."""
+    made, work_list = [], mosaic_gpu.work_list
+
+    def counted(*arguments, plan, **options):
+        made.append(plan)
+        return work_list(*arguments, plan=plan, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "work_list", counted)
+    return made
+
+
+def trace(attend, metadata, arguments):
+    with compiling_for(H200):
+        return jax.eval_shape(attend, arguments[0], metadata, *arguments[2:])
+
+
+@pytest.mark.parametrize("heads", [16, 20])
+def test_a_planned_call_makes_no_list_of_its_own(heads, lists):
+    plan, attend, arguments = make(heads=heads, max_q_len=3)
+    with compiling_for(H200):
+        planned = plan(*arguments[:2])
+    assert planned.work.shape == (lists[0].size,)
+    trace(attend, planned, arguments)
+    assert len(lists) == 1
+    trace(attend, arguments[1], arguments)
+    assert len(lists) == 2 and lists[0] == lists[1]
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"batch_invariant": True}, {"out_dtype": jnp.float32}])
+def test_a_call_other_than_planned_makes_its_own_list(change, lists):
+    plan, _, arguments = make(max_q_len=2)
+    with compiling_for(H200):
+        planned = plan(*arguments[:2])
+    _, attend, _ = make(max_q_len=2, **change)
+    trace(attend, planned, arguments)
+    assert len(lists) == 2
+
+
+def test_results_wider_than_the_kernels_are_combined(lists):
+    """What a thread block writes is rounded to bfloat16; the combine writes float32."""
+    for out_dtype in (jnp.bfloat16, jnp.float32):
+        _, attend, arguments = make(out_dtype=out_dtype)
+        out, lse = trace(attend, arguments[1], arguments)
+        assert (out.dtype, lse.dtype) == (out_dtype, jnp.float32)
+    assert [plan.combine_all for plan in lists] == [False, True]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+def test_other_implementations_need_no_plan(implementation):
+    batch = helpers.poisoned_batch(0, kv_lens=[5], q_lens=[1])
+    planned = plan_mla(batch.metadata, batch.pool, batch.spec, implementation=implementation)
+    assert planned is batch.metadata
+
+
+def test_no_plan_for_what_is_not_served():
+    batch = helpers.poisoned_batch(0, kv_lens=[5], q_lens=[1], dtype=jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: cpu"):
+        plan_mla(batch.metadata, batch.pool, batch.spec, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+@pytest.mark.parametrize("keys", [4, 32, 70])
+def test_tree_words(layout, keys):
+    """Bit c % 32 of word c // 32 says whether a row, that is, all heads of a query token, sees key c."""
+    batch = helpers.poisoned_batch(0, kv_lens=[9, 0, 30, 7], q_lens=[4, 0, 2, 3], max_q_len=4, heads=3, layout=layout)
+    m, mask = batch.metadata, np.random.default_rng(0).random((4, 4, keys)) < 0.5
+    with compiling_for(H200):
+        plan = mosaic_gpu._plan(m, batch.spec, 4, batch_invariant=False, out_dtype=jnp.bfloat16)
+    words = np.asarray(mosaic_gpu._tree_words(jnp.asarray(mask), m, plan)).view(np.uint32)
+    assert words.shape == (-(-keys // 32), plan.num_rows + plan.group_rows)
+    for b, (start, length) in enumerate(zip(m.q_starts, m.q_lens, strict=True)):
+        for j in range(length):
+            for row in range((start + j) * plan.heads, (start + j + 1) * plan.heads):
+                bits = [bool(words[c // 32, row] >> np.uint32(c % 32) & np.uint32(1)) for c in range(keys)]
+                assert bits == mask[b, j].tolist()
+
+
+def test_lengths_replaced_are_planned_again(lists):
+    """The list holds for the lengths it was made from: ``plan_mla`` of new ones makes another."""
+    plan, _, (pool, metadata, *_) = make()
+    with compiling_for(H200):
+        first = plan(pool, metadata)
+        longer = dataclasses.replace(first, kv_lens=first.kv_lens + 60)
+        second = plan(pool, longer)
+    assert len(lists) == 2
+    assert (first.work != second.work).any()
