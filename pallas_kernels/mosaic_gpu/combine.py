@@ -17,6 +17,7 @@ _FEW, _MANY = 8, 16  # pieces whose loads are in flight at a time
 _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def combine(
     work: Int32[Array, "size"],
     partial: Float32[Array, "partials group_rows R"],

@@ -72,6 +72,7 @@ class Call:
     tree_keys: int = 0  # M of a tree mask; 0 without one
 
 
+@functools.partial(jax.jit, static_argnames=("call", "plan", "config"))  # all layers share one lowering
 def mla_decode(
     q_latent: BFloat16[Array, "rows R"],
     q_rope: BFloat16[Array, "rows E"] | None,
