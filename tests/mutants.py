@@ -34,6 +34,8 @@ SAMPLING = "tests/test_sampling.py::"
 PREFIX = "tests/cache/test_prefix.py::"
 SLOTS = "tests/test_slots.py"
 ENGINE = "tests/test_engine.py::"
+SCHEDULE = "tests/pallas_kernels/test_schedule.py::"
+ADAPTER = "tests/test_mosaic_gpu.py::"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Mutant:
 
 
 BLOCKWISE = "mla_attn/xla/blockwise.py"
+WORK = "pallas_kernels/schedule.py"
+MOSAIC = "mla_attn/mosaic_gpu.py"
 
 # fmt: off
 MUTANTS = (
@@ -94,6 +98,20 @@ MUTANTS = (
     Mutant("a callback's interrupt goes through", "mla_attn/engine.py", "except BaseException as error:", "except Exception as error:", ENGINE + "test_whatever_a_callback_raises_loses_nobody_elses_token"),
     Mutant("room for one row in flight too few", "mla_attn/engine.py", "request.prompt_rows + request.rows + request.ahead", "request.prompt_rows + request.rows", ENGINE + "test_tokens"),
     Mutant("preempted requests lose their tokens", "mla_attn/engine.py", "self._waiting.appendleft(request)", "del request.tokens[request.prompt_len :]; self._waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),
+    Mutant("a group's last tile forgotten", WORK, "_slots(last + 1, plan, kv_stride)", "_slots(last, plan, kv_stride)", SCHEDULE + "test_any_batch"),
+    Mutant("stride of the causal limit forgotten", WORK, "jnp.clip(-(-end // kv_stride), 0,", "jnp.clip(end, 0,", SCHEDULE + "test_any_batch"),
+    Mutant("rows after the last request not zeroed", WORK, "tokens - ends.max(initial=0)", "0", SCHEDULE + "test_any_batch"),
+    Mutant("rows claimed twice taken twice", WORK, "sound &= q_starts >= before", "pass", SCHEDULE + "test_rows_claimed_twice_are_the_first_claimers"),
+    Mutant("rows past the last not refused", WORK, "(q_starts <= tokens - q_lens)", "(q_starts <= tokens)", SCHEDULE + "test_any_batch"),
+    Mutant("pieces out of key order", WORK, "base[of] + group * s[\"pieces\"][of] + piece", "base[of] + group * s[\"pieces\"][of] + s[\"pieces\"][of] - 1 - piece", SCHEDULE + "test_any_batch"),
+    Mutant("invariant cuts follow the batch", WORK, "jnp.int32(INVARIANT_TILES) if plan.invariant else", "_piece_tiles(tiles, groups, plan.lanes) if plan.invariant else", SCHEDULE + "test_cuts_follow_nothing_but_a_requests_own_keys"),
+    Mutant("nothing is split", WORK, "return cap[jnp.argmin(ends)]", "return cap[12] * 999", SCHEDULE + "test_one_long_request_among_short_ones_is_split"),
+    Mutant("shortest first", WORK, "(work[None] > work[:, None])", "(work[None] < work[:, None])", SCHEDULE + "test_lanes_end_together"),
+    Mutant("the list of another call taken", MOSAIC, "if m.work_plan == (plan, causal):", "if m.work_plan is not None:", ADAPTER + "test_a_call_other_than_planned_makes_its_own_list"),
+    Mutant("old list kept for new lengths", "mla_attn/ops/mla.py", "metadata = dataclasses.replace(metadata, work_plan=None)", "pass", ADAPTER + "test_lengths_replaced_are_planned_again"),
+    Mutant("float32 results rounded to bfloat16", MOSAIC, "combine_all=out_dtype != jnp.bfloat16", "combine_all=False", ADAPTER + "test_results_wider_than_the_kernels_are_combined"),
+    Mutant("a tree's rows of the neighbour", MOSAIC, "dtype=jnp.int32) - m.q_starts[owner]", "dtype=jnp.int32) - m.q_starts[owner] + 1", ADAPTER + "test_tree_words"),
+    Mutant("a mask's last word forgotten", MOSAIC, "words = -(-keys // 32)", "words = max(keys // 32, 1)", ADAPTER + "test_tree_words"),
 )
 # fmt: on
 
