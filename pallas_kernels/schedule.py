@@ -112,6 +112,7 @@ def work_list(
     """
     s = _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
     s |= _pieces(s, plan)
+    s = jax.lax.optimization_barrier(s | _starts(s))  # or XLA computes all of it again for every number of the list
     header = jnp.stack([(s["groups"] * s["pieces"]).sum(), s["combined"].sum()])
     return jnp.concatenate([header, _items(s, plan, causal, kv_stride), _splits(s, plan)]).astype(jnp.int32)
 
@@ -178,13 +179,24 @@ def _piece_tiles(tiles, groups, lanes):
     return cap[jnp.argmin(ends)]
 
 
+def _starts(s):
+    """Where each segment's items begin, longest first, and its splits and their partial results."""
+    work, ordinal = jnp.minimum(s["size"], s["tiles"]), _earlier(s["size"].shape[0])
+    longer = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & ordinal)
+
+    def sums(before, counts):
+        return jnp.where(before, counts[None], 0).sum(axis=1)
+
+    return {
+        "item": sums(longer, s["groups"] * s["pieces"]),
+        "split": sums(ordinal, s["combined"]),
+        "partial": sums(ordinal, s["combined"] * s["pieces"]),
+    }
+
+
 def _items(s, plan, causal, kv_stride):
-    """Longest first; of one segment, the groups of a piece side by side, for they read the same pages."""
-    work = jnp.minimum(s["size"], s["tiles"])
-    earlier = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & _earlier(work.shape[0]))
-    count = s["groups"] * s["pieces"]
-    start = jnp.where(earlier, count[None], 0).sum(axis=1)
-    of, nth, live = _owner(start, count, plan.num_items)
+    """Of one segment, the groups of a piece are side by side, for they read the same pages."""
+    of, nth, live = _owner(s["item"], s["groups"] * s["pieces"], plan.num_items)
     piece, group = nth // jnp.maximum(s["groups"][of], 1), nth % jnp.maximum(s["groups"][of], 1)
     first = group * plan.group_rows
     rows = jnp.where(live, jnp.clip(s["tokens"][of] * plan.heads - first, 0, plan.group_rows), 0)
@@ -193,7 +205,6 @@ def _items(s, plan, causal, kv_stride):
         last = s["stands"][of] + (first + rows - 1) // plan.heads
         tiles = jnp.minimum(tiles, -(-_slots(last + 1, plan, kv_stride) // TILE))
     size = s["size"][of]
-    base = jnp.where(_earlier(work.shape[0]), (s["combined"] * s["pieces"])[None], 0).sum(axis=1)
     fields = {
         "request": s["request"][of],
         "row": s["token"][of] * plan.heads + first,
@@ -201,7 +212,7 @@ def _items(s, plan, causal, kv_stride):
         "rows": rows,
         "tile": piece * size,
         "tiles": jnp.where(live, jnp.clip(tiles - piece * size, 0, size), 0),
-        "partial": jnp.where(live & (s["combined"][of] > 0), base[of] + group * s["pieces"][of] + piece, -1),
+        "partial": jnp.where(live & (s["combined"][of] > 0), s["partial"][of] + group * s["pieces"][of] + piece, -1),
         "keys": s["keys"][of],
         "stands": s["stands"][of],
     }
@@ -209,14 +220,11 @@ def _items(s, plan, causal, kv_stride):
 
 
 def _splits(s, plan):
-    earlier = _earlier(s["combined"].shape[0])
-    start = jnp.where(earlier, s["combined"][None], 0).sum(axis=1)
-    base = jnp.where(earlier, (s["combined"] * s["pieces"])[None], 0).sum(axis=1)
-    of, group, live = _owner(start, s["combined"], plan.num_splits)
+    of, group, live = _owner(s["split"], s["combined"], plan.num_splits)
     first = group * plan.group_rows
     fields = {
         "row": s["token"][of] * plan.heads + first,
-        "partial": base[of] + group * s["pieces"][of],
+        "partial": s["partial"][of] + group * s["pieces"][of],
         "pieces": s["pieces"][of],
         "rows": jnp.where(live, jnp.clip(s["tokens"][of] * plan.heads - first, 0, plan.group_rows), 0),
     }

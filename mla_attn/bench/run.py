@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import os
 import platform
 import statistics
@@ -15,8 +16,10 @@ from mla_attn.bench import baseline, timing
 from mla_attn.bench.ceilings import Ceilings, measure_ceilings
 from mla_attn.bench.problem import Expected, Problem, errors, expected, make_problem
 from mla_attn.bench.shapes import Shape
-from mla_attn.ops import mla, mla_attention
+from mla_attn.dispatch import current_device
+from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.specs import MLASpec
+from mla_attn.support import supports
 
 _SCALE = 192**-0.5  # DeepSeek's: 128 + 64 channels before absorption
 _PROFILED_CALLS = 10
@@ -60,6 +63,7 @@ class _WrongError(Exception):
 @dataclasses.dataclass
 class _Candidate:
     result: Result
+    arguments: tuple
     compiled: Callable
     chained: Callable
     burst: int
@@ -67,8 +71,9 @@ class _Candidate:
 
 
 def default_implementations() -> list[str]:
-    """Whatever serves by default, and the baseline."""
-    return [i.name for i in mla.IMPLEMENTATIONS if i.name != "reference"] + [baseline.NAME]
+    """Whatever serves an ordinary call here unasked, and the baseline."""
+    answers = supports("mla_attention", **current_device().facts)
+    return [name for name, refusal in answers.items() if name != "reference" and refusal is None] + [baseline.NAME]
 
 
 def run(
@@ -139,7 +144,7 @@ def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: i
             say(f"    {name}: {result.status}: {result.reason}")
     for turn in range(repeats):
         for c in candidates if turn % 2 == 0 else candidates[::-1]:
-            c.wall.append(timing.chain_seconds(c.chained, problem.arguments, c.result.chain_calls, c.burst) * 1e6)
+            c.wall.append(timing.chain_seconds(c.chained, c.arguments, c.result.chain_calls, c.burst) * 1e6)
     for c in candidates:
         _finish(problem, c, repeats)
         kernel = "" if c.result.kernel_us is None else f"{c.result.kernel_us:.1f} us of kernels, "
@@ -157,10 +162,19 @@ def _call(name: str, spec: MLASpec):
     return call
 
 
+def _planned(problem: Problem, name: str) -> tuple:
+    """The arguments of a call, with the work list that a step makes once for all its layers."""
+    q_latent, q_rope, pool, metadata = problem.arguments
+    if name == baseline.NAME:
+        return problem.arguments
+    plan = functools.partial(plan_mla, spec=problem.spec, out_dtype=q_latent.dtype, implementation=name)
+    return q_latent, q_rope, pool, jax.jit(plan)(metadata, pool)
+
+
 def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> _Candidate:
     """Compile and check; ``_WrongError`` for what is wrong, which hence is not timed."""
     call, layers = _call(result.implementation, problem.spec), problem.pool.num_layers
-    arguments, last_layer = problem.arguments, jnp.int32(layers - 1)
+    arguments, last_layer = _planned(problem, result.implementation), jnp.int32(layers - 1)
     compiled = jax.jit(call).lower(*arguments, last_layer).compile()
     if (memory := compiled.memory_analysis()) is not None:
         result.temp_bytes = memory.temp_size_in_bytes
@@ -174,7 +188,7 @@ def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> 
     calls = result.chain_calls = max(2, min(timing.CHAIN_CALLS, int(_CHAIN_SECONDS / once)))
     chained = jax.jit(timing.chain(call, calls, layers, unroll=unroll)).lower(*arguments).compile()
     timing.chain_seconds(chained, arguments, calls, 1)
-    return _Candidate(result, compiled, chained, burst=max(1, min(5, int(_CHAIN_SECONDS / (calls * once)))))
+    return _Candidate(result, arguments, compiled, chained, burst=max(1, min(5, int(_CHAIN_SECONDS / (calls * once)))))
 
 
 def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
@@ -183,11 +197,11 @@ def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
     if jax.default_backend() == "cpu":
         result.kernel_reason = "kernels and dispatch are told apart on GPUs only"
         return
-    seconds = timing.dispatch_seconds(candidate.compiled, (*problem.arguments, layers[0]), 4 * repeats)
+    seconds = timing.dispatch_seconds(candidate.compiled, (*candidate.arguments, layers[0]), 4 * repeats)
     result.host_us = seconds * 1e6
 
     def calls():
-        outs = [candidate.compiled(*problem.arguments, layers[i % len(layers)]) for i in range(_PROFILED_CALLS)]
+        outs = [candidate.compiled(*candidate.arguments, layers[i % len(layers)]) for i in range(_PROFILED_CALLS)]
         jax.block_until_ready(outs)
 
     try:
