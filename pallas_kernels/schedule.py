@@ -165,7 +165,7 @@ def _piece_tiles(tiles, groups, lanes):
     (k * lanes + 1)-th, which share a lane.
     """
     mean = jnp.maximum(-(-(tiles * groups).sum() // lanes), 4)
-    cap = mean * (4 + jnp.arange(13, dtype=jnp.int32)) // 8 + 1  # half of it to twice as much
+    cap = jnp.maximum(mean * (4 + jnp.arange(13, dtype=jnp.int32)) // 8, mean // 2 + 1)  # half of it to twice as much
     pieces = jnp.maximum(-(-tiles[None] // cap[:, None]), 1)
     size = -(-tiles[None] // pieces) + _OVERHEAD
     pieces = pieces * groups[None]

@@ -3,6 +3,7 @@
 Unless a case says otherwise rows have DeepSeek's 512 + 64 channels, and what nobody wrote holds NaN.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -90,23 +91,30 @@ def reason(implementation, pool, metadata, spec, *, causal=True, tree_mask=None,
     )[implementation]
 
 
-def attend(implementation, q, pool, metadata, spec, *, quick=True, tree_mask=None, **options):
-    """``(out, lse)`` of queries [T, H, 576] in NumPy.
+@contextlib.contextmanager
+def as_claimed(implementation, pool, metadata, spec, **options):
+    """Around a call: one that the implementation does not claim to serve must raise its reason; the test ends there."""
+    refusal = reason(implementation, pool, metadata, spec, **options)
+    if refusal is None:
+        yield
+        return
+    with pytest.raises(NotImplementedError, match=re.escape(refusal)):
+        yield
+    pytest.skip(f"{implementation} does not claim it: {refusal}")
 
-    A call that the implementation does not claim to serve must raise the reason it gives; the test ends there. With
-    ``quick`` it is compiled for a short compilation, on a CPU.
+
+def attend(implementation, q, pool, metadata, spec, *, quick=True, tree_mask=None, **options):
+    """``(out, lse)`` of queries [T, H, 576] in NumPy, ``as_claimed``.
+
+    With ``quick`` it is compiled for a short compilation, on a CPU.
     """
     quick = quick and jax.default_backend() == "cpu"
     call = functools.partial(
         _jitted(quick), q, pool, metadata, tree_mask, spec=spec, implementation=implementation,
         options=tuple(sorted(options.items())),
     )  # fmt: skip
-    refusal = reason(implementation, pool, metadata, spec, tree_mask=tree_mask, **options)
-    if refusal is None:
+    with as_claimed(implementation, pool, metadata, spec, tree_mask=tree_mask, **options):
         return tuple(np.asarray(x) for x in call())
-    with pytest.raises(NotImplementedError, match=re.escape(refusal)):
-        call()
-    pytest.skip(f"{implementation} does not claim it: {refusal}")
 
 
 @functools.cache

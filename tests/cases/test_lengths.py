@@ -10,6 +10,7 @@ import pytest
 from cases.paged import (
     RANK,
     WIDTH,
+    as_claimed,
     assert_close,
     assert_expected,
     assert_same_bits,
@@ -35,13 +36,13 @@ def test_c02_verify_sees_its_drafts(implementation):
     table, prefix, spec = [[2, 4], [3, 1]], [5, 64], make_spec(2)
     pool = make_pool([counting_rows(n) for n in prefix], table, page_size=64, num_pages=5)
     metadata = build.for_target_verify(ints(table), ints(prefix), num_tokens=4, page_size=64)
-    assert reason(implementation, pool, metadata, spec) is None
     drafts = jnp.asarray(np.concatenate([counting_rows(n + 4)[n:] for n in prefix]), jnp.bfloat16)
     q = jnp.zeros((8, 2, WIDTH), jnp.bfloat16)
-    out, pool = steps.target_verify(
-        q[..., :RANK], q[..., RANK:], drafts[:, :RANK], drafts[:, RANK:], pool, metadata, spec,
-        implementation=implementation,
-    )  # fmt: skip
+    with as_claimed(implementation, pool, metadata, spec):
+        out, pool = steps.target_verify(
+            q[..., :RANK], q[..., RANK:], drafts[:, :RANK], drafts[:, RANK:], pool, metadata, spec,
+            implementation=implementation,
+        )  # fmt: skip
     want = np.array([2.5, 3, 3.5, 4, 32, 32.5, 33, 33.5])
     assert (np.asarray(out).astype(float) == want[:, None, None]).all()
     # The second request's drafts are on its second page, and the first's second page is left alone.

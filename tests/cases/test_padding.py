@@ -14,6 +14,7 @@ from cases import fresh_process
 from cases.paged import (
     RANK,
     WIDTH,
+    as_claimed,
     assert_close,
     assert_same_bits,
     attend,
@@ -162,9 +163,11 @@ def test_c09_idle_rank(implementation):
     before = random_rows(9, 16, 16, dtype="bfloat16")
     pool = LatentPool(jnp.copy(before), 1, 16, RANK, 1, 16)
     pages = PageAllocator(16, 16, table_width=4)
-    warm_up([bucket], state, pool, progress=False)
-    compiled = backend_compiles()
     zeros = np.zeros(4, np.int32)
+    verify = build.for_target_verify(ints(pages.table([], batch=4)), ints(zeros), num_tokens=4, **SIZES9)
+    with as_claimed(implementation, pool, verify, make_spec(2)):
+        warm_up([bucket], state, pool, progress=False)
+    compiled = backend_compiles()
     for inputs in (
         {"page_table": pages.table([], batch=4), "lens": zeros, "active": zeros, "accepted": zeros,
          "drafts": np.full((4, 3), -1, np.int32)},

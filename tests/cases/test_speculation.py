@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.paged import RANK, WIDTH, every_implementation, ints, make_pool, make_spec, random_rows, reason
+from cases.paged import RANK, WIDTH, as_claimed, every_implementation, ints, make_pool, make_spec, random_rows, reason
 from mla_attn import metadata as build
 from mla_attn import steps
 from mla_attn.cache import LatentPool
@@ -80,10 +80,11 @@ def test_c17_past_the_end(implementation, mode, wide):
         if reason(implementation, pool, metadata, spec, batch_invariant=True):
             del options["batch_invariant"]
         q_rows, new_rows = (x[:, :num_tokens].reshape(2 * num_tokens, *x.shape[2:]) for x in (q, new))
-        out, pool = getattr(steps, mode)(
-            q_rows[..., :RANK], q_rows[..., RANK:], new_rows[:, :RANK], new_rows[:, RANK:], pool, metadata, spec,
-            **options,
-        )  # fmt: skip
+        with as_claimed(implementation, pool, metadata, spec):
+            out, pool = getattr(steps, mode)(
+                q_rows[..., :RANK], q_rows[..., RANK:], new_rows[:, :RANK], new_rows[:, RANK:], pool, metadata, spec,
+                **options,
+            )  # fmt: skip
         return metadata, np.asarray(out).reshape(2, num_tokens, 2, RANK), pool, "batch_invariant" in options
 
     metadata, out, pool, invariant = run(4)
@@ -132,10 +133,11 @@ def test_c17_drafting_past_the_end(implementation):
     for step in range(4):
         before = np.array(pool.data)
         metadata = build.for_draft_decode(ints(TABLE17), ints(COMMITTED), ints(step), page_size=PAGE, max_len=MAX_LEN)
-        out, pool = steps.draft_decode(
-            q[..., :RANK], q[..., RANK:], rows[:, :RANK], rows[:, RANK:], pool, metadata, spec,
-            implementation=implementation,
-        )  # fmt: skip
+        with as_claimed(implementation, pool, metadata, spec):
+            out, pool = steps.draft_decode(
+                q[..., :RANK], q[..., RANK:], rows[:, :RANK], rows[:, RANK:], pool, metadata, spec,
+                implementation=implementation,
+            )  # fmt: skip
         changed = {tuple(at) for at in np.argwhere((np.asarray(pool.data) != before).any(axis=-1)).tolist()}
         neighbour = (TABLE17[1][1], 4 + step)
         assert changed == ({(4, 14 + step), neighbour} if step < 2 else {neighbour})
