@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from cases.paged import WIDTH, attend, attend_unpaged, by_hand, make_pool, make_spec, random_rows
 from mla_attn.ops import mla, ragged
@@ -56,12 +57,12 @@ CALLS = {
 
 
 def main(path):
-    """Writes both results of each call."""
+    """Writes both results of each call that is served."""
     results = {}
     for name, (call, implementation, causal) in CALLS.items():
         try:
             results[name] = np.stack([np.asarray(call(implementation, causal)).astype(np.float32) for _ in range(2)])
-        except NotImplementedError:
+        except (NotImplementedError, pytest.skip.Exception):  # how ``attend`` ends where a call is not served
             print(f"not served: {name}")
     np.savez(path, **results)
 
