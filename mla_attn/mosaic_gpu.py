@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mla_attn.dispatch import current_device
 from mla_attn.metadata import row_owners
-from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, work_list
+from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, sound_requests, work_list
 
 COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
@@ -107,7 +107,8 @@ def _tree_words(tree_mask, m, plan):
     bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, words * 32 - keys))).reshape(*tree_mask.shape[:2], words, 32)
     places = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 3)
     packed = (bits.astype(jnp.uint32) << places).sum(axis=-1, dtype=jnp.uint32)
-    owner, _ = row_owners(m.q_starts, m.q_lens, tokens)
+    sound = sound_requests(m.q_starts, m.q_lens, num_tokens=tokens, max_q_len=m.max_q_len)
+    owner, _ = row_owners(m.q_starts, jnp.where(sound, m.q_lens, 0), tokens)
     row = jnp.clip(jnp.arange(tokens, dtype=jnp.int32) - m.q_starts[owner], 0, m.max_q_len - 1)
     packed = jax.lax.bitcast_convert_type(packed[owner, row], jnp.int32)  # [T, words]
     return jnp.pad(jnp.repeat(packed.T, plan.heads, axis=1), ((0, 0), (0, plan.group_rows)))

@@ -12,7 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 TILE = 64  # keys
 GROUP_ROWS = 64  # of a thread block
@@ -117,16 +117,25 @@ def work_list(
     return jnp.concatenate([header, _items(s, plan, causal, kv_stride), _splits(s, plan)]).astype(jnp.int32)
 
 
+def sound_requests(
+    q_starts: Int[Array, "B"], q_lens: Int[Array, "B"], *, num_tokens: int, max_q_len: int
+) -> Bool[Array, "B"]:
+    """Whether a request has rows, all of them within ``[0, num_tokens)`` and after those of the requests before it."""
+    sound = (q_lens > 0) & (q_lens <= max_q_len) & (q_starts >= 0) & (q_starts <= num_tokens - q_lens)
+    return sound & (q_starts >= _latest_before(jnp.where(sound, q_starts + q_lens, 0)))
+
+
+def _latest_before(ends):
+    """Of each request the largest of the numbers before its own, at least 0."""
+    return jnp.where(_earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
+
+
 def _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride):
     """Arrays over segments: what lies before request 0's rows, those, what lies between them and request 1's, ..."""
     tokens = plan.num_rows // plan.heads
-    sound = (q_lens > 0) & (q_lens <= max_q_len) & (q_starts >= 0) & (q_starts <= tokens - q_lens)
-    for _ in range(2):  # rows claimed twice are the first claimer's
-        ends = jnp.where(sound, q_starts + q_lens, 0)
-        before = jnp.where(_earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
-        sound &= q_starts >= before
+    sound = sound_requests(q_starts, q_lens, num_tokens=tokens, max_q_len=max_q_len)
     ends = jnp.where(sound, q_starts + q_lens, 0)
-    before = jnp.where(_earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
+    before = _latest_before(ends)
 
     # Table slots that hold keys, and where the first row stands, both counted from slot 0's key.
     kv_lens = jnp.where(sound & (kv_lens > 0), kv_lens, 0)

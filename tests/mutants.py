@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant("a group's last tile forgotten", WORK, "_slots(last + 1, plan, kv_stride)", "_slots(last, plan, kv_stride)", SCHEDULE + "test_any_batch"),
     Mutant("stride of the causal limit forgotten", WORK, "jnp.clip(-(-end // kv_stride), 0,", "jnp.clip(end, 0,", SCHEDULE + "test_any_batch"),
     Mutant("rows after the last request not zeroed", WORK, "tokens - ends.max(initial=0)", "0", SCHEDULE + "test_any_batch"),
-    Mutant("rows claimed twice taken twice", WORK, "sound &= q_starts >= before", "pass", SCHEDULE + "test_rows_claimed_twice_are_the_first_claimers"),
+    Mutant("rows claimed twice taken twice", WORK, "return sound & (q_starts >= _latest_before(jnp.where(sound, q_starts + q_lens, 0)))", "return sound", SCHEDULE + "test_rows_claimed_twice_are_the_first_claimers"),
     Mutant("rows past the last not refused", WORK, "(q_starts <= tokens - q_lens)", "(q_starts <= tokens)", SCHEDULE + "test_any_batch"),
     Mutant("pieces out of key order", WORK, "s[\"partial\"][of] + group * s[\"pieces\"][of] + piece", "s[\"partial\"][of] + (group + 1) * s[\"pieces\"][of] - 1 - piece", SCHEDULE + "test_any_batch"),
     Mutant("invariant cuts follow the batch", WORK, "jnp.int32(INVARIANT_TILES) if plan.invariant else", "_piece_tiles(tiles, groups, plan.lanes) if plan.invariant else", SCHEDULE + "test_cuts_follow_nothing_but_a_requests_own_keys"),

@@ -88,7 +88,7 @@ def combine(
             split = {name: work[record + n] for n, name in enumerate(SPLIT)}
             pl.when(row < split["rows"])(lambda: join(split, row, part))
 
-    out, lse = jax.new_ref(out), jax.new_ref(lse)
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         body,
         out_type=(),
@@ -96,7 +96,7 @@ def combine(
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_combine",
-    )(work, partial, partial_lse, out, lse)
+    )(work, partial, partial_lse, out_ref, lse_ref)
     # Where the results are stacked, XLA (jaxlib 0.11.2) would let this kernel write them straight into their slice of
     # the stack, and lose what was already there in place.
-    return lax.optimization_barrier((jax.freeze(out), jax.freeze(lse)))
+    return lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))

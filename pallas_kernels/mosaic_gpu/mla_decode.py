@@ -1,3 +1,5 @@
+# pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
+# (JAX's annotations of its own plgpu.ACC and transforms.)
 """Absorbed MLA over a paged bf16 cache: decode, verify, draft-extend, trees. For compute capability 9.0.
 
 A thread block takes its items of the work list one after the other: 64 rows (query tokens times heads) and some tiles

@@ -1,3 +1,5 @@
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportArgumentType=false
+# (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
 """What Pallas does not name: a fence, a named barrier, a multiplication that warps may skip."""
 
 import jax
