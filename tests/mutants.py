@@ -34,6 +34,8 @@ SAMPLING = "tests/test_sampling.py::"
 PREFIX = "tests/cache/test_prefix.py::"
 SLOTS = "tests/test_slots.py"
 ENGINE = "tests/test_engine.py::"
+COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
+COMBINED = "tests/pallas_kernels/test_combine.py"
 SCHEDULE = "tests/pallas_kernels/test_schedule.py::"
 ADAPTER = "tests/test_mosaic_gpu.py::"
 
@@ -101,6 +103,8 @@ MUTANTS = (
     Mutant("a group's last tile forgotten", WORK, "_slots(last + 1, plan, kv_stride)", "_slots(last, plan, kv_stride)", SCHEDULE + "test_any_batch"),
     Mutant("stride of the causal limit forgotten", WORK, "jnp.clip(-(-end // kv_stride), 0,", "jnp.clip(end, 0,", SCHEDULE + "test_any_batch"),
     Mutant("rows after the last request not zeroed", WORK, "tokens - ends.max(initial=0)", "0", SCHEDULE + "test_any_batch"),
+    Mutant("partial results not rescaled", COMBINE, "acc, total = acc * scale, total * scale", "total = total * scale", COMBINED),
+    Mutant("last piece counted again", COMBINE, 'jnp.where(i < split["pieces"], partial_lse[a, row], -jnp.inf)', "partial_lse[a, row]", COMBINED),
     Mutant("rows claimed twice taken twice", WORK, "return sound & (q_starts >= _latest_before(jnp.where(sound, q_starts + q_lens, 0)))", "return sound", SCHEDULE + "test_rows_claimed_twice_are_the_first_claimers"),
     Mutant("rows past the last not refused", WORK, "(q_starts <= tokens - q_lens)", "(q_starts <= tokens)", SCHEDULE + "test_any_batch"),
     Mutant("pieces out of key order", WORK, "s[\"partial\"][of] + group * s[\"pieces\"][of] + piece", "s[\"partial\"][of] + (group + 1) * s[\"pieces\"][of] - 1 - piece", SCHEDULE + "test_any_batch"),

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ _FEW, _MANY = 8, 16  # pieces whose loads are in flight at a time
 _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def combine(
     work: Int32[Array, "size"],
     partial: Float32[Array, "partials group_rows R"],
@@ -26,14 +27,16 @@ def combine(
     lse: Float32[Array, "rows"],
     *,
     plan: Plan,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "rows R"], Float32[Array, "rows"]]:
     """``(out, lse)`` with the rows of split groups filled in: ``sum_i 2**(lse_i - lse) out_i``, pieces in key order.
 
     Args:
         work: of ``schedule.work_list`` for ``plan``.
-        partial: normalised results of the pieces; anything where a piece's rows see no key.
+        partial: normalised results of the pieces; anything finite where a piece's rows see no key.
         partial_lse: their log2-sum-exp; -inf there.
         out, lse: results, ``lse`` with the natural logarithm.
+        interpret: ``plgpu.InterpretGPUParams()`` runs it without a GPU.
     """
     rank, group_rows = out.shape[1], partial.shape[1]
     blocks = _BLOCKS_PER_CORE * plan.lanes
@@ -96,6 +99,7 @@ def combine(
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_combine",
+        interpret=interpret,
     )(work, partial, partial_lse, out_ref, lse_ref)
     # Where the results are stacked, XLA (jaxlib 0.11.2) would let this kernel write them straight into their slice of
     # the stack, and lose what was already there in place.
