@@ -8,8 +8,11 @@ holds a call and pads its inputs with zeros.
 
 import dataclasses
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,6 +22,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_COMPILERS = 8  # programs compiled side by side, a processor each at most
 
 
 def ladder(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -42,7 +46,7 @@ class Buckets:
     Attributes:
         compiles: programs compiled so far.
         cold_compiles: those compiled by a call rather than before it; each is logged as a warning.
-        compile_seconds: time spent on them.
+        compile_seconds: XLA's time spent on them, added up where they were compiled side by side.
     """
 
     def __init__(self, name: str, fn: Callable[..., tuple[Any, Any]], rungs: Iterable[Any]):
@@ -75,10 +79,15 @@ class Buckets:
 
     def compile(self, index: int, state: Any, pool: Any) -> Any:
         """Compile a rung for a state and a pool of these shapes; returns the program."""
+        return self._compile(index, self._lower(index, state, pool))
+
+    def _lower(self, index: int, state: Any, pool: Any) -> jax.stages.Lowered:
+        return self._jitted.lower(_abstract(state), _abstract(pool), self._rungs[index])
+
+    def _compile(self, index: int, lowered: jax.stages.Lowered) -> Any:
         begin = time.perf_counter()
-        program = self._jitted.lower(_abstract(state), _abstract(pool), self._rungs[index]).compile()
+        program = self._programs[index] = lowered.compile()
         self.compile_seconds += time.perf_counter() - begin
-        self._programs[index] = program
         return program
 
     def __call__(self, state: Any, pool: Any, inputs: Any) -> tuple[Any, Any]:
@@ -117,13 +126,25 @@ class Buckets:
 
 
 def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool = True) -> float:
-    """Compile every rung of ``buckets`` with a progress bar; returns the seconds it took."""
+    """Compile every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took."""
     begin = time.perf_counter()
     work = [(b, index) for b in buckets for index in b.pending]
-    with tqdm(work, desc="compiling", disable=not progress, leave=False) as bar:
-        for b, index in bar:
-            bar.set_postfix_str(b.label(index))
-            b.compile(index, state, pool)
+    with (
+        tqdm(total=len(work), desc="compiling", disable=not progress, leave=False) as bar,
+        ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as compilers,
+    ):
+        compiling = []
+        try:
+            for b, index in work:
+                bar.set_postfix_str(b.label(index))
+                # Traced here, for what a trace reads may be this thread's own; XLA needs no Python.
+                compiling.append(compilers.submit(b._compile, index, b._lower(index, state, pool)))
+                compiling[-1].add_done_callback(lambda _: bar.update())
+            for program in compiling:
+                program.result()
+        except BaseException:
+            compilers.shutdown(cancel_futures=True)
+            raise
     return time.perf_counter() - begin
 
 
@@ -131,9 +152,11 @@ def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool
 class _Counter:
     installed: bool = False
     count: int = 0
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # compilers run side by side
 
     def __call__(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        self.count += event == _COMPILE_EVENT
+        with self.lock:
+            self.count += event == _COMPILE_EVENT
 
 
 _counter = _Counter()

@@ -169,6 +169,16 @@ def test_warm_up_compiles_what_is_pending(caplog, monkeypatch):
     assert not caplog.records
 
 
+def test_warm_up_tells_of_a_program_that_does_not_compile(monkeypatch):
+    def compile(self, index, lowered):
+        if index == 1:
+            raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(Buckets, "_compile", compile)
+    with pytest.raises(RuntimeError, match="out of registers"):
+        warm_up([make_buckets()], *state_and_pool(), progress=False)
+
+
 def test_programs_bear_the_name():
     program = make_buckets().compile(0, *state_and_pool())
     assert program.as_text().startswith("HloModule jit_echo")
