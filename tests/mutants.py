@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant("partial results not rescaled", COMBINE, "acc, total = acc * scale, total * scale", "total = total * scale", COMBINED),
     Mutant("last piece counted again", COMBINE, 'jnp.where(i < split["pieces"], partial_lse[a, row], -jnp.inf)', "partial_lse[a, row]", COMBINED),
     Mutant("rows claimed twice taken twice", WORK, "return sound & (q_starts >= _latest_before(jnp.where(sound, q_starts + q_lens, 0)))", "return sound", SCHEDULE + "test_rows_claimed_twice_are_the_first_claimers"),
-    Mutant("rows past the last not refused", WORK, "(q_starts <= tokens - q_lens)", "(q_starts <= tokens)", SCHEDULE + "test_any_batch"),
+    Mutant("rows past the last not refused", WORK, "(q_starts <= num_tokens - q_lens)", "(q_starts <= tokens)", SCHEDULE + "test_any_batch"),
     Mutant("pieces out of key order", WORK, "s[\"partial\"][of] + group * s[\"pieces\"][of] + piece", "s[\"partial\"][of] + (group + 1) * s[\"pieces\"][of] - 1 - piece", SCHEDULE + "test_any_batch"),
     Mutant("invariant cuts follow the batch", WORK, "jnp.int32(INVARIANT_TILES) if plan.invariant else", "_piece_tiles(tiles, groups, plan.lanes) if plan.invariant else", SCHEDULE + "test_cuts_follow_nothing_but_a_requests_own_keys"),
     Mutant("nothing is split", WORK, "return cap[jnp.argmin(ends)]", "return cap[12] * 999", SCHEDULE + "test_one_long_request_among_short_ones_is_split"),
