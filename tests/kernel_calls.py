@@ -104,6 +104,17 @@ def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, **sizes)
     return plan, attend, (batch.pool, batch.metadata, jnp.int32(0), batch.q_latent, batch.q_rope)
 
 
+def scanned(num_layers=3):
+    """``(scan, arguments)``: one list for all layers, and the stacked results of each."""
+    plan, attend, (pool, metadata, _, *queries) = make(num_layers=num_layers)
+
+    def scan(pool, metadata, *queries):
+        planned, layers = plan(pool, metadata), jnp.arange(num_layers)
+        return jax.lax.scan(lambda _, layer: (None, attend(pool, planned, layer, *queries)), None, layers)[1]
+
+    return scan, (pool, metadata, *queries)
+
+
 def lower(function, *arguments) -> jax.stages.Lowered:
     """The function for an H200."""
     with compiling_for(H200):

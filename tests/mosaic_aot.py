@@ -1,7 +1,8 @@
 """Compiles calls of the Hopper kernels on a machine without a GPU and prints what became of them, as JSON.
 
 Run by ``pallas_kernels/test_mla_decode.py`` as a program of its own, with the stand-in of ``aot.py`` for CUDA's driver.
-Its arguments are names of ``CALLS``, and ``layers`` for a decode step of several layers over a large pool.
+Its arguments are names of ``CALLS``, ``layers`` for a decode step of several layers over a large pool, and ``stacked``
+for layers scanned over whose results are stacked.
 """
 
 # ruff: noqa: E402 -- where to import the library from is settled first
@@ -46,13 +47,21 @@ def _compiled(name: str, device) -> dict:
     found = Footprint(
         layer, LAYERS * layer - memory.alias_size_in_bytes, memory.temp_size_in_bytes, large_copies(hlo, layer)
     )
-    return {"kernels": kernels(log), "instructions": instructions(hlo), "footprint": dataclasses.asdict(found)}
+    return {
+        "kernels": kernels(log),
+        "instructions": instructions(hlo),
+        "fused_kernels": fused_kernels(hlo),
+        "footprint": dataclasses.asdict(found),
+    }
 
 
 def _lowered(name: str, device) -> jax.stages.Lowered:
     if name == "layers":
         with compiling_for(H200):
             return lower("mosaic_gpu_layers", LARGE, device)
+    if name == "stacked":
+        scan, arguments = kernel_calls.scanned()
+        return kernel_calls.lower(scan, *place(arguments, device))
     plan, attend, (pool, metadata, *rest) = kernel_calls.make(**kernel_calls.CALLS[name])
     with compiling_for(H200):
         arguments = pool, jax.eval_shape(plan, pool, metadata), *rest
@@ -101,6 +110,12 @@ def instructions(hlo: str) -> dict[str, int]:
             target = re.search(r'custom_call_target="([^"]*)"', line)
             found[target[1] if target else match[1]] += 1
     return found
+
+
+def fused_kernels(hlo: str) -> int:
+    """Kernels within fusions: XLA then has them write into a slice of a larger array."""
+    computations = re.split(r"\n}\n", hlo)
+    return sum(c.count('"mosaic_gpu_v2"') for c in computations if re.search(r"^%[\w.-]*fus", c, re.MULTILINE))
 
 
 if __name__ == "__main__":

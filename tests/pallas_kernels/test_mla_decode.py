@@ -3,16 +3,15 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import aot
-from kernel_calls import CALLS, MIXED, NOTHING, lower, make
+from kernel_calls import CALLS, MIXED, NOTHING, lower, make, scanned
 from mla_attn import mosaic_gpu
 from mla_attn.dispatch import H200, compiling_for
 
 TARGET = "custom_call @mosaic_gpu"
-QUICK = ("layers", "decode, 128 heads")  # of layers: 16 heads
+QUICK = ("layers", "stacked", "decode, 128 heads")  # of layers: 16 heads
 
 # Bytes that a thread may spill; none where nothing is said. The bits of a tree's mask take registers of their own.
 SPILLS = {"tree": 128, "tree of earlier steps, 128 heads": 128}
@@ -53,13 +52,8 @@ def test_an_unplanned_call_makes_its_own_list(lists):
 
 def test_layers_scanned_over(lists):
     """One list, and one pair of kernels, for all of them."""
-    plan, attend, (pool, metadata, _, *queries) = make(num_layers=3)
-
-    def scan(pool, metadata, *queries):
-        planned = plan(pool, metadata)
-        return jax.lax.scan(lambda _, layer: (None, attend(pool, planned, layer, *queries)), None, jnp.arange(3))[1]
-
-    assert lower(scan, pool, metadata, *queries).as_text().count(TARGET) == 2
+    scan, arguments = scanned()
+    assert lower(scan, *arguments).as_text().count(TARGET) == 2
     assert len(lists) == 1
 
 
@@ -99,3 +93,9 @@ class TestMachineCode:
         assert found["footprint"]["unaliased"] == 0
         assert found["footprint"]["temp"] < found["footprint"]["layer"] / 2
         assert not found["footprint"]["copies"]
+
+    def test_stacked_results_are_not_written_by_the_kernels(self):
+        """A kernel that works in place, fused with what stacks its results, would lose what was in place before."""
+        found = compiled(True)["stacked"]
+        assert found["instructions"]["mosaic_gpu_v2"] == 2
+        assert found["fused_kernels"] == 0
