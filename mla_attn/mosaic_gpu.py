@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from mla_attn.dispatch import current_device
 from mla_attn.metadata import row_owners
-from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, sound_requests, work_list
+from mla_attn.pallas_kernels.schedule import GROUP_ROWS, STREAM_ROWS, TILE, Plan, sound_requests, work_list
 
 COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
+_STREAM_ROWS = STREAM_ROWS  # of a request, up to which mla_stream is faster than mla_decode
 
 
 def supports_mla(call) -> str | None:
@@ -24,8 +25,6 @@ def supports_mla(call) -> str | None:
         return f"a {call.dtype} pool: must be bfloat16"
     if latent not in _LATENTS:
         return f"latent {latent[0]} + {latent[1]}: must be {', '.join(f'{r} + {e}' for r, e in _LATENTS)}"
-    if call.page_size % 16:
-        return f"page_size={call.page_size}: must be a multiple of 16"
     if spec.window is not None:
         return f"window={spec.window}: must be None"
     if spec.soft_cap is not None:
@@ -39,11 +38,14 @@ def _padded(heads: int) -> int:
 
 def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype) -> Plan:
     heads = _padded(spec.num_heads)
+    rows = heads * metadata.max_q_len  # of a request
+    streams = rows <= _STREAM_ROWS and not batch_invariant  # whose bits are those of one kernel, whatever the rows
     return Plan(
         num_requests=metadata.q_lens.shape[0],
         num_rows=metadata.slots.shape[0] * heads,
         heads=heads,
-        group_rows=GROUP_ROWS,
+        group_rows=min(rows, STREAM_ROWS) if streams else GROUP_ROWS,
+        streams=streams,
         lanes=current_device().cores,
         max_tiles=-(-metadata.page_table.shape[1] * page_size // TILE),
         combine_all=out_dtype != jnp.bfloat16,  # only what the combine writes was not rounded to bfloat16 before
@@ -67,8 +69,10 @@ def _work(m, plan: Plan, *, causal: bool):
 
 def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
     """``(out [T, H, R], lse float32 [T, H])``; out is float32 or bfloat16."""
+    from mla_attn.pallas_kernels.mosaic_gpu.block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
-    from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import Call, mla_decode
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import mla_decode
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_stream import mla_stream
 
     m, (tokens, heads, _) = metadata, q_latent.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
@@ -89,7 +93,8 @@ def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree
     tree = None if tree_mask is None else _tree_words(tree_mask, m, plan)
     q_rope = _rows(q_rope, plan) if spec.qk_rope_head_dim else None
     arrays = (_rows(q_latent, plan), q_rope, pool.data, m.page_table, layer.reshape(1), work, tree)
-    out, lse, partial, partial_lse = mla_decode(*arrays, call=call, plan=plan)
+    kernel = mla_stream if plan.streams else mla_decode
+    out, lse, partial, partial_lse = kernel(*arrays, call=call, plan=plan)
     out, lse = combine(work, partial, partial_lse, out.astype(out_dtype), lse, plan=plan)
     return tuple(x.reshape(tokens, plan.heads, *x.shape[1:])[:, :heads] for x in (out, lse))
 

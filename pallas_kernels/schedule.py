@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 TILE = 64  # keys
-GROUP_ROWS = 64  # of a thread block
+GROUP_ROWS = 64  # of a thread block of mla_decode
+STREAM_ROWS = 32  # of one of mla_stream, at most
 # A thread block's item: request, first packed row, first row within the request, rows, first tile, tiles, where its
 # partial result goes (-1: it writes the result), table slots that hold keys, and where row 0 stands, from slot 0's key.
 ITEM = ("request", "row", "first", "rows", "tile", "tiles", "partial", "keys", "stands")
@@ -40,6 +41,7 @@ class Plan:
         lanes: groups that the device runs at a time.
         max_tiles: tiles of the page table.
         combine_all: every group goes through the combine, also one that is not split.
+        streams: ``mla_stream`` takes the list, which reads tiles one by one; otherwise ``mla_decode``.
         invariant: pieces are cut at multiples of ``INVARIANT_TILES`` and nothing else.
     """
 
@@ -49,6 +51,7 @@ class Plan:
     group_rows: int
     lanes: int
     max_tiles: int
+    streams: bool = False
     combine_all: bool = False
     invariant: bool = False
 

@@ -1,6 +1,6 @@
 """Compiles calls of the Hopper kernels on a machine without a GPU and prints what became of them, as JSON.
 
-Run by ``pallas_kernels/test_mla_decode.py`` as a program of its own, with the stand-in of ``aot.py`` for CUDA's driver.
+Run by ``pallas_kernels/test_kernels.py`` as a program of its own, with the stand-in of ``aot.py`` for CUDA's driver.
 Its arguments are names of ``CALLS``, ``layers`` for a decode step of several layers over a large pool, and ``stacked``
 for layers scanned over whose results are stacked.
 """

@@ -36,12 +36,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from mla_attn.pallas_kernels.mosaic_gpu.block import START, Block, Call, opaque_zero
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, ROW, fence_proxy, scale_rows, sync_warpgroup
-from mla_attn.pallas_kernels.schedule import GROUP_ROWS, HEADER, ITEM, TILE, Plan
+from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan
 
 BLOCK_ROWS = GROUP_ROWS  # of a thread block: M of wgmma
-STORE_ROWS = 8  # a block that is not full writes its rows by so many
-_START, _MASKED = -1e30, -1e33  # the running maximum (log2) of a row that has seen no key; a masked score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,21 +56,6 @@ class Config:
     def __post_init__(self):
         if not 0 <= self.lazy <= 16:
             raise ValueError(f"lazy={self.lazy} must be 0 to 16: probabilities grow up to 2**lazy")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """Static facts of a call; ``num_pages`` and the strides as in a pool."""
-
-    heads: int
-    scale: float
-    max_q_len: int
-    num_pages: int
-    causal: bool = True
-    kv_stride: int = 1
-    page_stride: int = 1
-    layer_stride: int = 0
-    tree_keys: int = 0  # M of a tree mask; 0 without one
 
 
 @functools.partial(jax.jit, static_argnames=("call", "plan", "config"))  # all layers share one lowering
@@ -132,51 +116,26 @@ def mla_decode(
     )
 
 
-class _Body:
-    """The kernel's body: called with the references, it holds them while it is traced."""
+class _Body(Block):
+    rows_axis = 0
 
-    def __init__(self, call: Call, plan: Plan, config: Config, *, rank: int, rope: int, page: int):
-        self.call, self.plan, self.config = call, plan, config
-        self.rank, self.rope, self.page = rank, rope, page
-        self.half = rank // 2
-        self.piece = math.gcd(page, TILE)  # keys of one copy: they lie in one page, and in one tile
-        self.log2_scale = call.scale * math.log2(math.e)
+    def __init__(self, call: Call, plan: Plan, config: Config, **sizes):
+        super().__init__(call, plan, **sizes)
+        self.config = config
 
     def scratch(self) -> dict:
-        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        bf16, copies = jnp.bfloat16, TILE // self.piece
-
-        def buffer(count, rows, columns):
-            return plgpu.SMEM((count, rows, columns), bf16, transforms=tiled)
-
-        def two(arrivals=1):
-            return plgpu.Barrier(num_barriers=2, num_arrivals=arrivals)
-
+        two = plgpu.Barrier(num_barriers=2)
         return {
-            "queries": buffer(2, BLOCK_ROWS, self.half),  # the channels of "left" and of "right"
-            "queries_rope": buffer(1, BLOCK_ROWS, max(self.rope, 64)),
-            "left": buffer(2, TILE, self.half),  # of two tiles: value channels of warpgroup 0,
-            "right": buffer(2, TILE, self.half),  # those of warpgroup 1,
-            "side": buffer(2, TILE, max(self.rope, TILE)),  # the rope part, then the probabilities
+            **self.queries(),
+            **self.ring(),
             "stats": plgpu.SMEM((4, BLOCK_ROWS), jnp.float32),  # the maxima, then the sums, of either warpgroup
-            "full_q": plgpu.Barrier(num_arrivals=3 if self.rope else 2),
-            "empty_q": plgpu.Barrier(num_arrivals=2),
-            "full": {"left": two(copies), "right": two(copies), "side": two(copies if self.rope else 1)},
-            "empty": {"left": two(), "right": two(), "side": two()},
-            "max_ready": two(),
-            "p_ready": two(),
+            "max_ready": two,
+            "p_ready": two,
             "sums_ready": plgpu.Barrier(num_arrivals=2),
         }
 
-    def __call__(self, q_latent, q_rope, pages, page_table, layer, work, tree, out, lse, partial, partial_lse, **smem):
-        self.gmem_q = (q_latent, q_rope)
-        self.pages, self.page_table, self.layer, self.tree_words = pages, page_table, layer, tree
-        self.out, self.lse, self.partial, self.partial_lse = out, lse, partial, partial_lse
-        self.work, self.smem = work, smem
-        self.lane, lanes = lax.axis_index("lane"), self.plan.lanes
-        # Items of this lane: one of each full round, and one of the last if it reaches this lane from its end.
-        full, rest = lax.div(work[0], lanes), lax.rem(work[0], lanes)
-        self.rounds = full + (self._place(full) < rest).astype(jnp.int32)
+    def __call__(self, *refs, **smem):
+        self.start(*refs, **smem)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 2)
@@ -191,33 +150,21 @@ class _Body:
                 plgpu.set_max_registers(232, action="increase")
                 lax.fori_loop(0, self.rounds, consumer.run, self.read_item(0))
 
-    def _place(self, turn):
-        """This lane's place in a round: they go to and fro."""
-        return jnp.where(lax.rem(turn, 2) == 0, self.lane, self.plan.lanes - 1 - self.lane)
-
-    def read_item(self, turn) -> tuple:
-        """This lane's item of a round; one of another lane if there is none."""
-        index = lax.min(turn * self.plan.lanes + self._place(turn), self.plan.num_items - 1)
-        return tuple(self.work[HEADER + index * len(ITEM) + n] for n in range(len(ITEM)))
-
     def take_item(self, fields: tuple) -> None:
-        self.item = dict(zip(ITEM, fields, strict=True))
+        super().take_item(fields)
         self.pairs = lax.max(lax.div(self.item["tiles"] + 1, 2), 1)
-        self.first_row = pl.multiple_of(self.item["row"], STORE_ROWS)
-
-    # The loading warpgroup
 
     def _load(self, turn, fields):
         """One item; returns the fields of the next. Its queries take the place of the last one's result."""
         self.take_item(fields)
         following = self.read_item(turn + 1)
-        pl.when(turn == 0)(self._load_queries)
+        pl.when(turn == 0)(self.load_queries)
         self._load_pair(0, reused=turn > 0)
 
         @pl.when(turn > 0)
         def _():
             plgpu.barrier_wait(self.smem["empty_q"])
-            self._load_queries()
+            self.load_queries()
 
         @pl.loop(1, self.pairs)
         def _(t):
@@ -225,53 +172,9 @@ class _Body:
 
         return following
 
-    def _load_queries(self) -> None:
-        rows, full = pl.ds(self.first_row, BLOCK_ROWS), self.smem["full_q"]  # past the last row: zeros, not written
-        for n in range(2):
-            columns = pl.ds(n * self.half, self.half)
-            plgpu.copy_gmem_to_smem(self.gmem_q[0].at[rows, columns], self.smem["queries"].at[n], full)
-        if self.rope:
-            plgpu.copy_gmem_to_smem(self.gmem_q[1].at[rows], self.smem["queries_rope"].at[0], full)
-
     def _load_pair(self, t, *, reused) -> None:
-        """In the order in which the two warpgroups use the parts, and let go of them."""
-        tiles = [self._places(2 * t), self._places(2 * t + 1)]
-        for at, part in ((0, "left"), (1, "right"), (0, "right"), (0, "side"), (1, "left"), (1, "side")):
-            pl.when(reused)(functools.partial(plgpu.barrier_wait, self.smem["empty"][part].at[at]))
-            full = self.smem["full"][part].at[at]
-            if part == "side" and not self.rope:
-                plgpu.barrier_arrive(full)
-                continue
-            for n, place in enumerate(tiles[at]):
-                keys = pl.ds(n * self.piece, self.piece)
-                to = self.smem[part].at[at] if self.piece == TILE else self.smem[part].at[at, keys]
-                plgpu.copy_gmem_to_smem(self._part(place, part), to, full)
-
-    def _places(self, j) -> list:
-        """(physical page, first slot in it) of each piece of tile ``j`` of the item.
-
-        Past the item's end it is the last tile again, whose scores will be masked; without tiles, anything.
-        """
-        call, item = self.call, self.item
-        tile = item["tile"] + lax.max(lax.min(j, item["tiles"] - 1), 0)
-        places = []
-        for n in range(TILE // self.piece):
-            if self.page == TILE:
-                column, slot = tile, 0
-            else:
-                slot = tile * TILE + n * self.piece
-                column, slot = lax.div(slot, self.page), pl.multiple_of(lax.rem(slot, self.page), self.piece)
-            column = lax.min(column, self.page_table.shape[1] - 1)
-            page = lax.clamp(0, self.page_table[item["request"], column], call.num_pages - 1)
-            places.append((page * call.page_stride + self.layer[0] * call.layer_stride, slot))
-        return places
-
-    def _part(self, place, part: str):
-        """Some channels of a piece, in global memory."""
-        page, slot = place
-        offset, size = {"left": (0, self.half), "right": (self.half, self.half), "side": (self.rank, self.rope)}[part]
-        keys = slice(None) if self.page == TILE else pl.ds(slot, self.piece)
-        return self.pages.at[page, keys, pl.ds(offset, size)]
+        order = ((0, "left"), (1, "right"), (0, "right"), (0, "side"), (1, "left"), (1, "side"))
+        self.load([(0, 2 * t), (1, 2 * t + 1)], order, reused=reused)
 
 
 class _Consumer:
@@ -291,13 +194,12 @@ class _Consumer:
         """One item; returns the fields of the next."""
         body, self.smem = self.body, self.body.smem
         body.take_item(fields)
-        self._limits()
         plgpu.barrier_wait(self.smem["full_q"])
-        m = plgpu.layout_cast(jnp.full((BLOCK_ROWS,), _START, jnp.float32), ROW)
+        m = plgpu.layout_cast(jnp.full((BLOCK_ROWS,), START, jnp.float32), ROW)
         sums = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS,), jnp.float32), ROW)
 
         def first_scores(scores):
-            zero = _opaque_zero()
+            zero = opaque_zero()
             for part in self.order:
                 self.add_scores(scores, part, zero)
             return scores[...]
@@ -310,18 +212,6 @@ class _Consumer:
         self._finish(o, m, sums)
         plgpu.barrier_arrive(self.smem["empty_q"])
         return following
-
-    def _limits(self) -> None:
-        """``hidden``: the first slot that some row of this block does not see."""
-        call, item = self.call, self.body.item
-        self.hidden = item["keys"]
-        self.token = lax.div(item["first"], call.heads)  # of the block's first row
-        if call.causal:
-            stands = item["stands"] + self.token
-            self.hidden = lax.min(item["keys"], _slots_up_to(stands, call.kv_stride))
-        if call.tree_keys:  # the tree may hide any key it speaks of
-            before = item["stands"] - (call.tree_keys - call.max_q_len) - 1
-            self.hidden = lax.min(self.hidden, _slots_up_to(before, call.kv_stride))
 
     # Scores
 
@@ -337,39 +227,6 @@ class _Consumer:
             q = smem["queries"].at[("left", "right").index(part) + zero]
         plgpu.wgmma(scores, q, smem[part].at[self.number + zero].transpose((1, 0)))
 
-    def masked(self, scores, j):
-        """Scores of tile ``j`` of the item, those of keys that a row does not see replaced."""
-        call, item = self.call, self.body.item
-        slot0 = (item["tile"] + j) * TILE
-
-        def mask(scores):
-            shape = (BLOCK_ROWS, TILE)
-            slot = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ACC) + slot0
-            seen = (slot < item["keys"]) & (j < item["tiles"])
-            at = slot * call.kv_stride
-            if call.causal:
-                token = self.token
-                if call.max_q_len > 1:
-                    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ACC)
-                    token = lax.div(row + item["first"], call.heads)
-                seen &= at <= item["stands"] + token
-            if call.tree_keys:
-                seen &= self._in_tree(at)
-            return jnp.where(seen, scores, _MASKED)
-
-        return lax.cond((slot0 + TILE > self.hidden) | (j >= item["tiles"]), mask, lambda scores: scores, scores)
-
-    def _in_tree(self, at):
-        """Whether the tree lets each row see the key at each position (counted from slot 0's key)."""
-        body, call = self.body, self.call
-        c = at - (body.item["stands"] - (call.tree_keys - call.max_q_len))
-        seen = c < 0
-        for n in range(body.tree_words.shape[0]):
-            words = plgpu.load(body.tree_words.at[n, pl.ds(body.first_row, BLOCK_ROWS)], layout=ROW, optimized=False)
-            bit = lax.shift_right_logical(_spread(words, at.shape), c & 31) & 1
-            seen |= (lax.shift_right_arithmetic(c, 5) == n) & (bit == 1)
-        return seen
-
     # Softmax
 
     def raised(self, m, scores):
@@ -382,21 +239,6 @@ class _Consumer:
 
     def rescaled(self, o, factors):
         return scale_rows(o, factors) if self.config.lazy else o * _spread(factors, o.shape)
-
-    # Values
-
-    def drop_unused(self, at, j) -> None:
-        """Zeros for what the slots of tile ``j`` hold past the last key: 0 * NaN is NaN."""
-        valid = self.body.item["keys"] - (self.body.item["tile"] + j) * TILE
-
-        @pl.when(valid < TILE)
-        def _():
-            row = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=ACC)
-            for column in range(0, self.body.half, 64):
-                values = self.smem[self.part].at[at, :, pl.ds(column, 64)]
-                held = plgpu.load(values, layout=ACC, optimized=False).astype(jnp.float32)
-                values[...] = jnp.where(row < valid, held, 0.0).astype(jnp.bfloat16)
-            plgpu.commit_smem()
 
     def release(self, part: str, at: int) -> None:
         plgpu.barrier_arrive(self.smem["empty"][part].at[at])
@@ -414,15 +256,13 @@ class _Consumer:
         plgpu.barrier_wait(self.smem["max_ready"].at[1 - self.number])
         return plgpu.load(self.smem["stats"].at[1 - self.number], layout=ROW)
 
-    # The result
-
     def _finish(self, o, m, sums) -> None:
         body, stats = self.body, self.smem["stats"]
         stats.at[2 + self.number][...] = sums
         plgpu.barrier_arrive(self.smem["sums_ready"])
         plgpu.barrier_wait(self.smem["sums_ready"])
         total = plgpu.load(stats.at[2], layout=ROW) + plgpu.load(stats.at[3], layout=ROW)
-        seen = m > _START / 2
+        seen = m > START / 2
         o = o * _spread(jnp.where(seen, 1.0 / total, 0.0), o.shape)
         lse = jnp.where(seen, m + jnp.log2(total), -jnp.inf)
         slot = body.item["partial"]
@@ -447,20 +287,9 @@ class _Consumer:
             self.smem["stats"].at[0][...] = lse
         plgpu.commit_smem()
 
-        def copy(first, count):
-            to = pl.ds(pl.multiple_of(body.first_row + first, STORE_ROWS), count)
-            of = pl.ds(first, count)
-            whole = count == BLOCK_ROWS
-            plgpu.copy_smem_to_gmem(staged if whole else staged.at[of], body.out.at[to, columns])
-            if self.number == 0:
-                sums = self.smem["stats"].at[0]
-                plgpu.copy_smem_to_gmem(sums if whole else sums.at[of], body.lse.at[to])
-
-        if self.call.heads % BLOCK_ROWS == 0:
-            copy(0, BLOCK_ROWS)
-        else:
-            for first in range(0, BLOCK_ROWS, STORE_ROWS):
-                pl.when(first < body.item["rows"])(functools.partial(copy, first, STORE_ROWS))
+        body.store(staged, body.out, columns)
+        if self.number == 0:
+            body.store(self.smem["stats"].at[0], body.lse)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -471,16 +300,16 @@ class _Left(_Consumer):
 
     def step(self, t, carry, *, last: bool):
         o, scores, m, sums = carry
-        zero, smem = _opaque_zero(), self.smem
+        zero, smem = opaque_zero(), self.smem
         if last or self.call.max_q_len > 1 or self.call.tree_keys:
-            scores = self.masked(scores, 2 * t)
+            scores = self.body.masked(scores, 2 * t)
         m0 = self.raised(m, scores)
         self.publish_max(m0)
         p = self.probabilities(scores, m0)
         p16, alpha = p.astype(jnp.bfloat16), jnp.exp2(m - m0)
         o = self.rescaled(o, alpha)
         if last:
-            self.drop_unused(0, 2 * t)
+            self.body.drop_unused(self.part, 0, 2 * t)
 
         def products(refs):
             o_ref, scores_ref, m_ref, sums_ref = refs
@@ -496,7 +325,7 @@ class _Left(_Consumer):
             sums_ref[...] = sums_ref[...] * beta
             plgpu.barrier_wait(smem["p_ready"].at[1])
             if last:
-                self.drop_unused(1, 2 * t + 1)
+                self.body.drop_unused(self.part, 1, 2 * t + 1)
             plgpu.wgmma(o_ref, smem["side"].at[1 + zero, :, pl.ds(0, TILE)], smem["left"].at[1 + zero])
             if not last:
                 scores_ref[...] = _zeros((BLOCK_ROWS, TILE))
@@ -520,16 +349,16 @@ class _Right(_Consumer):
 
     def step(self, t, carry, *, last: bool):
         o, scores, m, sums = carry
-        zero, smem = _opaque_zero(), self.smem
+        zero, smem = opaque_zero(), self.smem
         if last or self.call.max_q_len > 1 or self.call.tree_keys:
-            scores = self.masked(scores, 2 * t + 1)
+            scores = self.body.masked(scores, 2 * t + 1)
         m1 = self.raised(self.other_max(), scores)
         self.publish_max(m1)
         p = self.probabilities(scores, m1)
         p16, alpha = p.astype(jnp.bfloat16), jnp.exp2(m - m1)
         o = self.rescaled(o, alpha)
         if last:
-            self.drop_unused(1, 2 * t + 1)
+            self.body.drop_unused(self.part, 1, 2 * t + 1)
 
         def products(refs):
             o_ref, scores_ref, sums_ref = refs
@@ -539,7 +368,7 @@ class _Right(_Consumer):
             sums_ref[...] = sums_ref[...] * alpha + p.sum(axis=1)
             plgpu.barrier_wait(smem["p_ready"].at[0])
             if last:
-                self.drop_unused(0, 2 * t)
+                self.body.drop_unused(self.part, 0, 2 * t)
             plgpu.wgmma(o_ref, smem["side"].at[0 + zero, :, pl.ds(0, TILE)], smem["right"].at[0 + zero])
             plgpu.wgmma_wait(1)
             self.release("right", 1)
@@ -558,19 +387,9 @@ class _Right(_Consumer):
         return o, scores, m1, sums
 
 
-def _slots_up_to(position, stride: int):
-    """Table slots whose keys stand at or before ``position``, counted from slot 0's key; 0 or less: none."""
-    return lax.div(position + stride, stride)
-
-
 def _spread(rows, shape):
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
 def _zeros(shape):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACC)
-
-
-def _opaque_zero():
-    """Descriptors of operands indexed by it are made where they are used, not hoisted out of the loop and spilled."""
-    return lax.optimization_barrier(jnp.int32(0))

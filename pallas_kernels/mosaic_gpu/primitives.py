@@ -1,16 +1,17 @@
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportArgumentType=false
 # (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
-"""What Pallas does not name: a fence, a named barrier, a multiplication that warps may skip."""
+"""What Pallas does not name: a fence, a named barrier, copies row by row, a multiplication that warps may skip."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jax._src.lib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ACC, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+_EACH_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 def fence_proxy() -> None:
@@ -32,6 +33,103 @@ def sync_warpgroup(number: int) -> None:
         llvm.inline_asm(void, [], f"bar.sync {number}, 128;", "", has_side_effects=True)
 
     sync()
+
+
+def rows_of_slots(table, slot, page0, *, page_size: int, num_pages: int, page_stride: int) -> jax.Array:
+    """Where 64 consecutive table slots lie, counted in rows of the pool: int32 [128], as ``gather_rows`` takes it.
+
+    Args:
+        table: int32 [W], page ids; slots past its end and ids are clamped to what there is.
+        slot: the first one.
+        page0, page_stride: page ``id`` is page ``page0 + id * page_stride`` of the pool.
+    """
+    columns, splat = table.shape[0], plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), splat, splat),
+        return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_EACH_THREAD),
+    )
+    def find(_, table, slot, page0):
+        warp, lane = _warp_and_lane()
+        row = arith.addi(arith.muli(warp, _i32(16)), arith.remui(lane, _i32(16)))
+        slot = arith.addi(slot.registers.item(), row)
+        column = arith.minsi(arith.divui(slot, _i32(page_size)), _i32(columns - 1))
+        page = memref.load(table, [arith.index_castui(ir.IndexType.get(), column)])
+        page = arith.maxsi(arith.minsi(page, _i32(num_pages - 1)), _i32(0))
+        page = arith.addi(page0.registers.item(), arith.muli(page, _i32(page_stride)))
+        found = arith.addi(arith.muli(page, _i32(page_size)), arith.remui(slot, _i32(page_size)))
+        found = vector.broadcast(ir.VectorType.get((1,), found.type), found)
+        return mgpu.FragmentedArray(
+            _registers=np.array([found], dtype=object), _layout=_EACH_THREAD.to_mgpu(), _is_signed=True
+        )
+
+    return find(table, slot, page0)
+
+
+def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
+    """Starts copying 64 rows, 16 bytes a thread at a time; ``wait_for_gathers`` waits for them.
+
+    Args:
+        rows: of ``rows_of_slots``; each warp copies 16.
+        pages: bfloat16 [pages, P, N] in global memory, a slice of channels of the pool.
+        to: bfloat16 [64, N] in shared memory, in tiles of 8 by 64 with a swizzle of 128 bytes: ``transforms``.
+    """
+    channels = to.shape[1]
+    chunks = min(channels // 8, 32)  # of a row at a time, one for each lane
+    at_once = 32 // chunks  # rows
+
+    @plgpu.inline_mgpu(arg_types=(_EACH_THREAD, plgpu.RefType(), plgpu.RefType(transforms)))
+    def gather(_, rows, pages, to):
+        i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+        source = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(pages))
+        target = mgpu.utils.memref_ptr(to)
+        own = vector.extract(rows.registers.item(), dynamic_position=[], static_position=[0])
+        warp, lane = _warp_and_lane()
+        chunk, first = arith.remui(lane, _i32(chunks)), arith.divui(lane, _i32(chunks))
+        source = mgpu.utils.getelementptr(source, [arith.muli(chunk, _i32(16))], byte)
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 2 * pages.type.get_strides_and_offset()[0][1]))
+        for n in range(0, 16, at_once):
+            row = arith.addi(first, _i32(n))  # of the warp's
+            place = nvvm.shfl_sync(_i32(-1), own, row, _i32(31), nvvm.ShflKind.idx)
+            in_tile = arith.remui(row, _i32(8))
+            tile = arith.addi(arith.muli(warp, _i32(2)), arith.divui(row, _i32(8)))
+            tile = arith.addi(arith.muli(tile, _i32(channels // 64)), arith.divui(chunk, _i32(8)))
+            swizzled = arith.xori(arith.remui(chunk, _i32(8)), in_tile)
+            inside = arith.addi(arith.muli(in_tile, _i32(128)), arith.muli(swizzled, _i32(16)))
+            nvvm.cp_async_shared_global(
+                mgpu.utils.getelementptr(target, [arith.addi(arith.muli(tile, _i32(1024)), inside)], byte),
+                mgpu.utils.getelementptr(source, [arith.muli(arith.extui(i64, place), row_bytes)], byte),
+                16,
+                nvvm.LoadCacheModifierKind.CG,
+            )
+        nvvm.cp_async_commit_group()
+
+    gather(rows, pages, to)
+
+
+def wait_for_gathers(in_flight: int) -> None:
+    """Until this thread's part of all but the last ``in_flight`` gathers has been copied."""
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        nvvm.cp_async_wait_group(in_flight)
+
+    wait()
+
+
+def store_transposed(ref, values: jax.Array) -> None:
+    """``ref[...] = values.T`` in global memory; 8 neighbours of a row lie together.
+
+    Args:
+        ref: float32 [N, M].
+        values: float32 [M, N] in the layout of wgmma's accumulators.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC))
+    def store(_, ref, values):
+        values.foreach(lambda value, at: memref.store(value, ref, [at[1], at[0]]))
+
+    store(ref, values)
 
 
 def scale_rows(values: jax.Array, factors: jax.Array) -> jax.Array:
@@ -71,3 +169,14 @@ def _any_in_warp_differs(array, value: float):
     )
     voted = llvm.inline_asm(i32, [arith.extui(i32, differs)], vote, "=r,r", has_side_effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, voted, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
+
+
+def _i32(value: int):
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+
+def _warp_and_lane():
+    """Of this thread, within its warpgroup."""
+    thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
+    return arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from mla_attn import mosaic_gpu
 from ops.base import MLATests
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +23,7 @@ class TestMosaicGPU(MLATests):
         "dtype": "bfloat16",
     }
     dtypes = ("bfloat16",)
-    page_sizes = (16, 48, 64)
+    page_sizes = (1, 4, 8, 16, 48, 64, 128, 544)
     latents = ((512, 64),)
     window = soft_cap = False
 
@@ -40,3 +41,24 @@ class TestMosaicGPU(MLATests):
         assert (np.isneginf(want_lse) == np.isneginf(lse)).all()
         np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=4e-2)
         np.testing.assert_allclose(lse, want_lse, rtol=1e-4)
+
+
+class TestFewRows(TestMosaicGPU):
+    """At most 32 rows a request; here, so that the shared tests of 6 query tokens come here too, 48 in two groups."""
+
+    sizes: ClassVar[dict] = {**TestMosaicGPU.sizes, "heads": 5}
+
+    @pytest.fixture(autouse=True)
+    def streams(self, monkeypatch):
+        plans, plan = [], mosaic_gpu._plan
+        monkeypatch.setattr(mosaic_gpu, "_STREAM_ROWS", 48)
+        monkeypatch.setattr(mosaic_gpu, "_plan", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
+        yield
+        assert all(plan.streams for plan in plans if plan.heads == 8 and not plan.invariant)
+
+    @pytest.mark.parametrize("heads", [8, 16, 24, 32])
+    def test_decode(self, heads):
+        """As many rows as heads, on every kind of page."""
+        sizes = {"kv_lens": [0, 1, 63, 64, 65, 1000, 130, 5000], "q_lens": [1] * 8, "max_q_len": 1, "most": 5000}
+        for page_size in (1, 8, 64):
+            self.check(self.batch(13, heads=heads, page_size=page_size, **sizes))

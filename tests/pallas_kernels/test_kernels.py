@@ -12,9 +12,17 @@ from mla_attn.dispatch import H200, compiling_for
 
 TARGET = "custom_call @mosaic_gpu"
 QUICK = ("layers", "stacked", "decode, 128 heads")  # of layers: 16 heads
+ATTENDS = ("mla_decode", "mla_stream")
 
-# Bytes that a thread may spill; none where nothing is said. The bits of a tree's mask take registers of their own.
-SPILLS = {"tree": 128, "tree of earlier steps, 128 heads": 128}
+# Bytes that a thread may spill, outside the loops over tiles or in branches that few tiles take; none where nothing is
+# said. The bits of a tree's mask take registers of their own, as do many copies a tile.
+SPILLS = {
+    "tree": 128,
+    "tree of earlier steps, 128 heads": 128,
+    "decode, 20 heads": 32,
+    "decode, 24 heads": 32,
+    "pages of 8, 128 heads": 48,
+}
 
 
 @pytest.fixture
@@ -75,9 +83,9 @@ class TestMachineCode:
     )
     def test_nothing_is_spilled_and_no_product_waits_for_another(self, name):
         found = compiled(name in QUICK)[name]["kernels"]
-        assert "mla_decode" in found[0]["name"]
+        assert any(kernel in found[0]["name"] for kernel in ATTENDS)
         for kernel in found:
-            most = SPILLS.get(name, 0) if "mla_decode" in kernel["name"] else 0
+            most = 0 if "mla_combine" in kernel["name"] else SPILLS.get(name, 0)
             assert max(kernel["spill_stores"], kernel["spill_loads"]) <= most, kernel
             assert not kernel["serialised"]
 
