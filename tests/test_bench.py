@@ -302,3 +302,32 @@ def test_kernel_time_is_that_of_the_streams(recorded):
 def test_lost_kernels_are_noticed(recorded):
     with pytest.raises(RuntimeError, match=r"4 kernels for 3 calls on these lines: .*GPU:0 Stream #13"):
         timing.kernel_seconds(lambda: None, 3)
+
+
+IDLE_TRACE = """
+planes { name: "/device:GPU:0"
+  lines { name: "Stream #13(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 }
+    events { metadata_id: 1 offset_ps: 14000000 duration_ps: 6000000 }
+    events { metadata_id: 1 offset_ps: 100000000 duration_ps: 20000000 } }
+  lines { name: "Stream #14(Compute,MemcpyH2D)"
+    events { metadata_id: 1 offset_ps: 5000000 duration_ps: 7000000 }
+    events { metadata_id: 2 offset_ps: 60000000 duration_ps: 30000000 } }
+  lines { name: "XLA Modules" events { metadata_id: 1 offset_ps: 0 duration_ps: 120000000 } }
+  event_metadata { key: 1 value { id: 1 name: "mla_decode" } }
+  event_metadata { key: 2 value { id: 2 name: "MemcpyH2D" } }
+}
+"""
+
+
+def test_a_device_is_busy_where_any_stream_is_and_waits_in_long_gaps(recorded, monkeypatch):
+    monkeypatch.setitem(globals(), "GPU_TRACE", IDLE_TRACE)
+    # Kernels from 0 to 12, 14 to 20 and 100 to 120 us; a copy from the host does not end the wait for it.
+    found = timing.occupancy(lambda: None)
+    assert dataclasses.astuple(found) == pytest.approx((120e-6, 38e-6, 80e-6))
+
+
+def test_a_device_without_kernels_is_told(recorded, monkeypatch):
+    monkeypatch.setitem(globals(), "GPU_TRACE", 'planes { name: "/host:CPU" }')
+    with pytest.raises(RuntimeError, match="no kernels on these lines: /host:CPU"):
+        timing.occupancy(lambda: None)

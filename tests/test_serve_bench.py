@@ -3,19 +3,21 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from checkpoints import V3
-from mla_attn.bench import serve
-from mla_attn.bench.serve import Record, percentiles, replay, simulated_engine
+from mla_attn.bench import serve, timing
+from mla_attn.bench.engines import BenchEngine, SimulatedEngine
+from mla_attn.bench.serve import Record, percentiles, replay
 from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
-from mla_attn.cli import main
+from mla_attn.cli import _parser, main
 from mla_attn.engine import Engine
 from mla_attn.requests import EngineStatistics, Output, SamplingParams
 from recorder import programs_kept
-from traffic import CHAIN, TREE, small_engine
+from traffic import CHAIN, TREE, small_engine, small_model
 
 LOAD = Load(requests=400, rate=20.0, prompt_tokens=40, new_tokens=10, spread=0.6, shared_prefix=24, shared_share=0.3)
 
@@ -204,10 +206,100 @@ def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(serve, "_model", lambda *_, **__: small_model())
+    data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
+    options = ["--dtype", "float32", "--page-size", "4", "--step-prompt-tokens", "16", "--max-len", "48", "--seed", "3"]
+    options += ["--max-batch", "2,1", "--speculate", "0,1", "--acceptance", "0,1", "--new-tokens", "9"]
+    options += ["--prompt-tokens", "12", "--num-pages", "400", "--json", str(data), "--plot", str(picture)]
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        assert main(["bench", "--serve", str(V3), *options]) == 0
+    results = json.loads(data.read_text())["results"]
+    asked, got = zip(*[(made["configuration"], made["summary"]) for made in results], strict=True)
+    kinds = [(None, None), ([1], 0.0), ([1], 1.0)]
+    assert [(a["max_batch"], a["tree"], a["simulated_acceptance"]) for a in asked] == [
+        (batch, *kind) for batch in (2, 1) for kind in kinds
+    ]
+    assert {(a["num_pages"], g["programs"], g["compiles_after_warm_up"]) for a, g in zip(asked, got, strict=True)} == {
+        (400, 2 + 3 * 2, 0)
+    }
+    assert [g["served"] for g in got] == [8] * 6
+    # All serve the same requests, and none finds prompts that another left in the cache.
+    assert len({(g["prompt_tokens"], g["new_tokens"]) for g in got}) == 1 and {g["prefix_share"] for g in got} == {0}
+    for right in (0, 3):
+        assert got[right]["acceptance_length"] == got[right + 1]["acceptance_length"] == 1
+        assert got[right + 2]["acceptance_length"] > 1.5
+    assert max(running for made in results[3:] for _, running, _ in made["timeline"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [*serve.header(results[0]).splitlines(), *map(serve.row, results)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_requests_scale_with_several_batch_sizes():
+    def requests(*arguments):
+        options = _parser().parse_args(["bench", "--serve", str(V3), *arguments])
+        return [(case.max_batch, case.load.requests) for case in serve._cases(options)]
+
+    assert requests() == [(8, 64)] and requests("--max-batch", "128") == [(128, 64)]
+    assert requests("--max-batch", "64,1,2") == [(64, 256), (1, 8), (2, 8)]
+    assert requests("--max-batch", "64,1", "--requests", "5") == [(64, 5), (1, 5)]
+
+
+def test_an_engine_runs_as_few_requests_as_it_is_told(tmp_path_factory):
+    engine, most = small_engine(BenchEngine), []
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        for engine.limit in (2, None):
+            for _ in range(6):
+                engine.add_request([1, 2, 3], SamplingParams(max_new_tokens=5))
+            most.append(max(sum(slot is not None for slot in engine._slots) for _ in engine.run()))
+    assert most == [2, 4]
+
+
+# What the device does
+
+
+LOAD_OF_FEW = Load(requests=3, prompt_tokens=8, new_tokens=30, spread=0.0, seed=1)
+
+
+def test_the_profile_is_of_a_full_batch(monkeypatch, tmp_path_factory):
+    engine, seen = small_engine(BenchEngine), []
+    engine.limit = 3
+    monkeypatch.setattr(serve, "_PROFILED_STEPS", 4)
+
+    def occupancy(run):
+        seen.append((engine.statistics, run(), engine.statistics))
+        return timing.Occupancy(span=2.0, busy=1.5, waited=0.1)
+
+    monkeypatch.setattr(serve.timing, "occupancy", occupancy)
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        found = serve.watch(engine, LOAD_OF_FEW, SamplingParams())
+    assert found == {"steps": 4, "step_time": 0.5, "busy": 0.75, "waited": 0.05}
+    ((before, _, after),) = seen
+    assert (before.running, before.waiting, after.running) == (3, 3, 3) and after.new_tokens > before.new_tokens
+    assert not engine.busy and engine.statistics.cancelled == 6
+
+
+def test_a_failing_profile_costs_a_figure_and_not_the_run(monkeypatch, tmp_path_factory):
+    def occupancy(run):
+        raise RuntimeError("no kernels on these lines: none")
+
+    monkeypatch.setattr(serve, "jax", SimpleNamespace(default_backend=lambda: "gpu"))
+    monkeypatch.setattr(serve.timing, "occupancy", occupancy)
+    engine, said = small_engine(BenchEngine), []
+    case = serve.Case(2, LOAD_OF_FEW, SamplingParams(), None)
+    trace = make_trace(case.load, vocab_size=13, max_len=48)
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
+        found, device = serve._serve(engine, case, trace, said.append)
+    assert device is None and all(record.served for record in found.records) and not engine.busy
+    assert said == ["what the device did is unknown: no kernels on these lines: none"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("rate", "tree"), [(0.0, CHAIN), (1.0, CHAIN), (0.7, TREE)])
 def test_simulated_acceptance(rate, tree, tmp_path_factory):
-    engine = small_engine(simulated_engine(rate), speculation=(tree,))
+    engine = small_engine(SimulatedEngine, speculation=(tree,))
+    engine.simulate(rate)
     outputs = []
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
         for seed in range(40):
@@ -226,7 +318,7 @@ def test_the_engine_is_made_as_asked(monkeypatch):
     def engine(model, **options):
         raise Made(options)
 
-    monkeypatch.setattr(serve, "Engine", engine)
+    monkeypatch.setattr(serve, "BenchEngine", engine)
 
     def made(*options):
         with pytest.raises(Made) as caught:
@@ -241,6 +333,11 @@ def test_the_engine_is_made_as_asked(monkeypatch):
     options = made(*ASKED, "--tree", "3x2", "--num-pages", "2", "--page-size", "40")
     assert [tree.widths for tree in options["speculation"]] == [(3, 2)]
     assert (options["max_len"], options["num_pages"]) == (80, 2)
+    assert options["batches"] is None
+    options = made(*ASKED, "--max-batch", "4,1", "--speculate", "0,3")
+    assert (options["max_batch"], options["batches"], options["num_pages"]) == (4, [1, 4], 4 * 2)
+    assert [tree.widths for tree in options["speculation"]] == [(1, 1, 1)]
+    assert options["max_waiting"] == 8
     options = made(*ASKED)
     assert (options["max_len"], options["num_pages"], options["speculation"]) == (16 + 4 * 17, 8 * 2, ())
 
@@ -258,6 +355,8 @@ def test_the_engine_is_made_as_asked(monkeypatch):
         (["--shared-share", "1.5"], "shared_share=1.5 must be 0 to 1"),
         (["--seed", "-1"], "seed=-1 must be at least 0"),
         (["--max-batch", "0"], "max_batch=0 must be at least 1"),
+        (["--max-batch", "2,0"], "max_batch=0 must be at least 1"),
+        (["--max-batch", "2,x"], "max_batch='2,x' must be of type int, or several with commas between"),
         (["--num-pages", "0"], "num_pages=0 must be at least 1"),
         (["--step-prompt-tokens", "0"], "step_prompt_tokens=0 must be at least 1"),
         (["--max-len", "5000"], "max_len=5000 must be at most 4096"),
@@ -267,7 +366,10 @@ def test_the_engine_is_made_as_asked(monkeypatch):
             "prompt_tokens=4096 and new_tokens=64 are 4160 together, must be at most max_len",
         ),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
-        (["--speculate", "-1"], "speculate=-1 must be at least 0"),
+        (["--speculate=-1"], "speculate=-1 must be at least 0"),
+        (["--speculate", "0,-1"], "speculate=-1 must be at least 0"),
+        (["--acceptance", "0.5", "--speculate", "0"], "acceptance=0.5 must be 0 to 1, with speculate or tree"),
+        (["--acceptance", "0.5,x", "--speculate", "2"], "acceptance='0.5,x' must be of type float"),
         (["--acceptance", "0.5"], "acceptance=0.5 must be 0 to 1, with speculate or tree"),
         (["--acceptance", "1.5", "--speculate", "2"], "acceptance=1.5 must be 0 to 1"),
         (["--tree", "3x0"], "tree '3x0' must be widths"),

@@ -1,4 +1,4 @@
-"""Serving: a synthetic trace of requests replayed on the engine, and what the requests saw of it."""
+"""Serving: synthetic traces of requests replayed on the engine, and what the requests saw of it."""
 
 import argparse
 import collections
@@ -18,7 +18,8 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from mla_attn.bench import report
+from mla_attn.bench import report, timing
+from mla_attn.bench.engines import BenchEngine, SimulatedEngine
 from mla_attn.bench.model import CONFIGS
 from mla_attn.bench.run import machine
 from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
@@ -26,11 +27,11 @@ from mla_attn.dispatch import NAMES
 from mla_attn.engine import Engine
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 from mla_attn.requests import EngineStatistics, Output, SamplingParams
-from mla_attn.slots import SlotPasses
 from mla_attn.speculative import DraftTree
 
 _PERCENTILES = (50, 90, 99)
 _USUAL = 4  # times the mean: more are 0.1 % of the lengths at a spread of 0.5
+_PROFILED_STEPS = 32
 _LONGEST_NAP = 0.01  # seconds; sleep() is exact to about a tenth of a millisecond, so short naps lose nothing
 
 
@@ -42,57 +43,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     names = ", ".join(CONFIGS)
     add("--serve", metavar="CHECKPOINT", help=f"replay requests on the engine: a folder, or random weights of {names}")
-    add("--requests", type=int, default=64, metavar="N", help="how many (default 64)")
+    add("--requests", type=int, metavar="N", help="how many (default 64; of several batch sizes, 4 times each, from 8)")
     add("--rate", type=float, default=math.inf, metavar="R", help="arrivals per second, Poisson (default: all at once)")
     add("--prompt-tokens", type=int, default=256, metavar="MEAN", help="of a prompt, prefix apart (default 256)")
     add("--new-tokens", type=int, default=64, metavar="MEAN", help="generated per request (default 64)")
     add("--spread", type=float, default=0.5, metavar="X", help="deviation of the lengths' logarithms (default 0.5)")
     add("--shared-prefix", type=int, default=0, metavar="TOKENS", help=f"length of {COMMON_PREFIXES} common prefixes")
     add("--shared-share", type=float, default=0.5, metavar="0..1", help="requests that begin with one (default 0.5)")
-    add("--max-batch", type=int, default=8, metavar="B", help="most requests running at a time (default 8)")
+    add(
+        "--max-batch",
+        default="8",
+        metavar="B,B",
+        help="most requests running at a time (default 8); of several, one after the other, the engine compiles passes "
+        "for these sizes alone",
+    )
     add("--num-pages", type=int, metavar="N", help="pages of the cache (default: --max-batch requests of --max-len)")
     add("--max-len", type=int, metavar="N", help=f"most tokens of a request (default: {_USUAL} times the mean)")
     add("--step-prompt-tokens", type=int, default=512, metavar="N", help="most computed per step (default 512)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     drafting = group.add_mutually_exclusive_group()
-    drafting.add_argument("--speculate", type=int, default=0, metavar="K", help="draft K tokens per step (default 0)")
-    add("--acceptance", type=float, metavar="0..1", help="pretend that each draft is right with this probability")
+    drafting.add_argument(
+        "--speculate", default="0", metavar="K,K", help="draft K tokens per step (default 0); several, as 0,3, in turn"
+    )
+    add("--acceptance", metavar="X,X", help="pretend that each draft is right with this probability, 0 to 1")
     drafting.add_argument("--tree", metavar="W1xW2x...", help="draft a tree: children per node at each depth")
-
-
-# Drafts that are right as often as asked for
-
-
-def simulated_engine(rate: float) -> type[Engine]:
-    """An engine whose verify passes do their work, then accept each draft with probability ``rate``.
-
-    Random weights draft no better than chance; so the speed at an acceptance that trained ones would reach can be
-    measured. The tokens mean nothing. Of the children of a node the first is the one that may be right.
-    """
-
-    class SimulatedPasses(SlotPasses):
-        def _pick(self, logits, positions, x):
-            targets = super()._pick(logits, positions, x)
-            if logits.ndim == 2:  # no drafts in this pass
-                return targets
-            parents, drafts = self._tree.parents.tolist(), x["drafts"]
-            child = np.array([parents.index(node) - 1 if node in parents else -1 for node in range(len(parents))])
-            luck = jax.vmap(jax.vmap(_uniform, in_axes=(None, 0)))(x["seed"], positions)
-            # The first token that is no draft stands for one that was not foreseen.
-            ids = jnp.arange(len(parents), dtype=jnp.int32)
-            drafted = (drafts[:, None] == ids[None, :, None]).any(axis=-1)
-            unforeseen = jnp.argmin(drafted, axis=-1).astype(jnp.int32)[:, None]
-            judged = jnp.where(luck < rate, drafts[:, child], unforeseen)
-            return jnp.where(jnp.asarray(child >= 0)[None], judged, targets)
-
-    class SimulatedEngine(Engine):
-        passes_class = SimulatedPasses
-
-    return SimulatedEngine
-
-
-def _uniform(seed, position):
-    return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
 
 
 # The replay
@@ -230,12 +204,44 @@ def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, 
     )
 
 
-def rehearse(engine: Engine, load: Load, params: SamplingParams) -> None:
+def rehearse(engine: BenchEngine, load: Load, params: SamplingParams) -> None:
     """Serve some requests like the load's but of other tokens: a program's first run takes longer than later ones."""
-    few = {"requests": 2 * engine.max_batch, "rate": math.inf, "new_tokens": min(load.new_tokens, 16)}
+    replay(engine, _twice_the_batch(engine, load, min(load.new_tokens, 16)), params, progress=False)
+
+
+def watch(engine: BenchEngine, load: Load, params: SamplingParams) -> dict[str, int | float]:
+    """A profile of some steps of an idle engine, with as many requests running as may and others waiting.
+
+    Returns:
+        ``steps`` seen, mean ``step_time`` in seconds, shares of the time: ``busy`` (a kernel ran) and ``waited`` (for
+        the host to launch one: gaps of more than ``timing.LONG_GAP``). Profiling slows the host, so a step takes longer
+        than it else would and ``waited`` is an upper bound.
+
+    Raises:
+        RuntimeError: the profile has no kernels.
+    """
+    trace = _twice_the_batch(engine, load, load.new_tokens)
+    ids = [
+        engine.add_request(request.prompt, dataclasses.replace(params, max_new_tokens=request.new_tokens))
+        for request in trace
+    ]
+    while (before := engine.statistics).waiting > len(ids) // 2:
+        engine.step()
+    try:
+        seen = timing.occupancy(lambda: [engine.step() for _ in range(_PROFILED_STEPS)])
+        steps = engine.statistics.steps - before.steps
+    finally:
+        for name in ids:
+            engine.cancel(name)
+        list(engine.run())
+    shares = {"busy": seen.busy / seen.span, "waited": seen.waited / seen.span}
+    return {"steps": steps, "step_time": seen.span / max(steps, 1), **shares}
+
+
+def _twice_the_batch(engine: BenchEngine, load: Load, new_tokens: int) -> tuple[Request, ...]:
+    few = {"requests": 2 * engine.most_running, "rate": math.inf, "new_tokens": new_tokens}
     load = dataclasses.replace(load, **few, seed=load.seed + 1)
-    trace = make_trace(load, vocab_size=engine.model.config.vocab_size, max_len=engine.max_len)
-    replay(engine, trace, params, progress=False)
+    return make_trace(load, vocab_size=engine.model.config.vocab_size, max_len=engine.max_len)
 
 
 # The report
@@ -250,8 +256,9 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
     return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)}
 
 
-def summarize(found: Replay) -> dict:
-    """Figures of a replay; times in seconds, rates per second, None where there is nothing to tell."""
+def summarize(found: Replay, device: dict[str, int | float] | None = None) -> dict:
+    """Figures of a replay and what ``watch`` saw; times in seconds, rates per second, None where there is nothing to
+    tell."""
     records, statistics = found.records, found.statistics
     prompt_tokens = sum(record.prompt_tokens for record in records)
     new_tokens = sum(record.new_tokens for record in records)
@@ -275,6 +282,7 @@ def summarize(found: Replay) -> dict:
         "steps": found.steps,
         "step_time": found.step_seconds / found.steps if found.steps else None,
         "host_time": (found.step_seconds - found.wait_seconds) / found.steps if found.steps else None,
+        "device": device,
         "programs": statistics.programs,
         "warm_up_seconds": statistics.warm_up_seconds,
         "compiles_after_warm_up": statistics.compiles_after_warm_up,
@@ -289,7 +297,7 @@ def _acceptance_length(records: Sequence[Record]) -> float | None:
 
 def table(made: dict) -> str:
     """The report for people: what was run on what, then a figure a line."""
-    host, asked, got = made["machine"], made["configuration"], made["summary"]
+    asked, got = made["configuration"], made["summary"]
     rate = "all at once" if asked["rate"] is None else f"{asked['rate']:g} per second"
     accepted = "-" if got["acceptance_length"] is None else f"{got['acceptance_length']:.2f}"
     lines = {
@@ -304,15 +312,29 @@ def table(made: dict) -> str:
         "programs": f"{got['programs']}, compiled in {got['warm_up_seconds']:.1f} s; "
         f"{got['compiles_after_warm_up']} more after warm-up",
     }
-    drafts = "no drafts" if asked["tree"] is None else "drafts " + "x".join(map(str, asked["tree"]))
-    if asked["simulated_acceptance"] is not None:
-        drafts += f" (each SIMULATED to be right with probability {asked['simulated_acceptance']:g})"
+    if got["device"] is not None:
+        lines["device"] = (
+            f"busy {100 * got['device']['busy']:.1f} %, waits for the host {100 * got['device']['waited']:.1f} % of "
+            f"{got['device']['steps']} steps of {1e3 * got['device']['step_time']:.2f} ms under the profiler"
+        )
     head = [
-        f"{host['device']}, jax {host['jax']}, jaxlib {host['jaxlib']}, {host['date']}",
+        _machine(made),
         f"{asked['checkpoint']}, {asked['dtype']}, page {asked['page_size']}, at most {asked['max_batch']} requests of "
-        f"{asked['max_len']} tokens at a time, {drafts}, seed {asked['seed']}",
+        f"{asked['max_len']} tokens at a time, {_drafts(asked)}, seed {asked['seed']}",
     ]
     return "\n".join([*head, "", *(f"{name:<15}{value}" for name, value in lines.items()), "", _latencies(got)])
+
+
+def _machine(made: dict) -> str:
+    host = made["machine"]
+    return f"{host['device']}, jax {host['jax']}, jaxlib {host['jaxlib']}, {host['date']}"
+
+
+def _drafts(asked: dict) -> str:
+    drafts = "no drafts" if asked["tree"] is None else "drafts " + "x".join(map(str, asked["tree"]))
+    if asked["simulated_acceptance"] is None:
+        return drafts
+    return f"{drafts} (each SIMULATED to be right with probability {asked['simulated_acceptance']:g})"
 
 
 def _step_times(summary: dict) -> str:
@@ -333,6 +355,68 @@ def _latencies(summary: dict) -> str:
         cells = ["-" if values is None else f"{1e3 * values[f'p{p}']:.1f}" for p in _PERCENTILES]
         lines.append(f"{title:<24}" + "".join(f"{cell:>10}" for cell in cells))
     return "\n".join(lines)
+
+
+# Several replays: (title, width, figure of a result), a line a result.
+_COLUMNS: tuple[tuple[str, int, Callable[[dict, dict], str]], ...] = (
+    ("batch", 5, lambda asked, got: str(asked["max_batch"])),
+    ("requests", 9, lambda asked, got: f"{got['served']}/{got['requests']}"),
+    ("tokens/s", 9, lambda asked, got: f"{got['output_tokens_per_second']:.1f}"),
+    ("accepted", 9, lambda asked, got: _figure(got["acceptance_length"])),
+    ("step ms", 8, lambda asked, got: _figure(got["step_time"], 1e3)),
+    ("host ms", 8, lambda asked, got: _figure(got["host_time"], 1e3)),
+    ("busy %", 7, lambda asked, got: _figure((got["device"] or {}).get("busy"), 1e2)),
+    ("waits %", 8, lambda asked, got: _figure((got["device"] or {}).get("waited"), 1e2)),
+    ("ms/token", 9, lambda asked, got: _figure((got["time_per_output_token"] or {}).get("p50"), 1e3)),
+)
+
+
+def _figure(value: float | None, unit: float = 1.0) -> str:
+    return "-" if value is None else f"{unit * value:.2f}"
+
+
+def header(made: dict) -> str:
+    """What stands above the rows of several replays."""
+    asked, got = made["configuration"], made["summary"]
+    return "\n".join(
+        [
+            _machine(made),
+            f"{asked['checkpoint']}, {asked['dtype']}, page {asked['page_size']}, requests of at most "
+            f"{asked['max_len']} tokens, {got['programs']} programs compiled in {got['warm_up_seconds']:.1f} s, seed "
+            f"{asked['seed']}",
+            "tokens/s: output; accepted: tokens a verify pass; busy, waits (for the host): of the device's time, in a "
+            "profile; ms/token: p50",
+            "",
+            " ".join(title.rjust(width) for title, width, _ in _COLUMNS) + "  drafts",
+        ]
+    )
+
+
+def row(made: dict) -> str:
+    """One replay of several."""
+    asked, got = made["configuration"], made["summary"]
+    return " ".join(figure(asked, got).rjust(width) for _, width, figure in _COLUMNS) + f"  {_drafts(asked)}"
+
+
+def plot_batches(results: Sequence[dict], title: str, path: str | pathlib.Path) -> None:
+    """Output tokens per second against the most requests running, a line for each kind of drafts."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(9, 6), layout="constrained")).add_subplot(xscale="log")
+    lines = collections.defaultdict(list)
+    for made in results:
+        point = made["configuration"]["max_batch"], made["summary"]["output_tokens_per_second"]
+        lines[_drafts(made["configuration"])].append(point)
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
+    batches = sorted({batch for points in lines.values() for batch, _ in points})
+    axes.set_xticks(batches, labels=map(str, batches))
+    axes.minorticks_off()
+    axes.set(xlabel="most requests running at a time", ylabel="output tokens per second", ylim=(0, None))
+    axes.legend()
+    axes.grid(visible=True, alpha=0.2)
+    axes.set_title(title)
+    figure.savefig(path, dpi=150)
 
 
 def plot(found: Replay, title: str, path: str | pathlib.Path) -> None:
@@ -363,63 +447,146 @@ def plot(found: Replay, title: str, path: str | pathlib.Path) -> None:
 # The command
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A replay: most requests running at a time, what they ask for, and how often drafts are made to be right."""
+
+    max_batch: int
+    load: Load
+    params: SamplingParams
+    acceptance: float | None
+
+
 def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """``mla-attn bench --serve``: prints a table, or JSON. Exit status: 1 if a request was not served, else 0."""
+    """``mla-attn bench --serve``: prints a table, or JSON. Exit status: 1 if a request was not served, else 0.
+
+    Several batch sizes or kinds of drafts are replayed one after the other on one engine, a row each once it is there;
+    JSON then has ``results``, each as that of a single replay, and a file has those so far.
+    """
     if options.plot:
         report.find_matplotlib()  # before the run rather than after it
-    load, params = _load(options), _params(options)
+    cases = _cases(options)
     _check_engine(options)
     say(f"{options.serve}: loading")
-    model = _model(options.serve, options.dtype, drafts=params.speculation is not None)
-    max_len, num_pages = _sizes(options, load, model.config.max_position_embeddings)
-    trace = make_trace(load, vocab_size=model.config.vocab_size, max_len=max_len)
-    engine = (Engine if options.acceptance is None else simulated_engine(options.acceptance))(
+    model = _model(options.serve, options.dtype, drafts=any(case.params.speculation for case in cases))
+    max_len, num_pages = _sizes(options, cases, model.config.max_position_embeddings)
+    traces = [make_trace(case.load, vocab_size=model.config.vocab_size, max_len=max_len) for case in cases]
+    engine = _engine(options, cases, model, max_len=max_len, num_pages=num_pages)
+    say(f"{options.serve}: compiling and warming up")
+    engine.warm_up(progress=sys.stderr.isatty())
+    several, results, made = len(cases) > 1, [], {}
+    tell = say if options.json == "-" else functools.partial(print, flush=True)
+    for case, trace in zip(cases, traces, strict=True):
+        say(f"{options.serve}: serving {case.load.requests} requests, at most {case.max_batch} at a time")
+        found, device = _serve(engine, case, trace, say)
+        results.append(_report(options, case, found, device, max_len=max_len, num_pages=num_pages))
+        if several and len(results) == 1:
+            tell(header(results[0]))
+        if several:
+            tell(row(results[-1]))
+        made = {"results": results} if several else results[0]
+        if options.json not in (None, "-"):
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump(made, file, indent=1)
+        if options.plot:
+            title = f"{options.serve} on {results[0]['machine']['device']}, {results[0]['machine']['date'][:10]}"
+            plot_batches(results, title, options.plot) if several else plot(found, title, options.plot)
+    if options.json == "-":
+        print(json.dumps(made))
+    elif not several:
+        print(table(made))
+    return int(any(made["summary"]["served"] < made["summary"]["requests"] for made in results))
+
+
+def _serve(
+    engine: BenchEngine, case: Case, trace: Sequence[Request], say: Callable[[str], None]
+) -> tuple[Replay, dict[str, int | float] | None]:
+    """The replay of a case, and what the device did in one more that is profiled, where it can be."""
+    engine.limit = case.max_batch
+    if case.acceptance is not None:
+        assert isinstance(engine, SimulatedEngine)
+        engine.simulate(case.acceptance)
+    rehearse(engine, case.load, case.params)
+    engine.forget()
+    found, device = replay(engine, trace, case.params, progress=sys.stderr.isatty()), None
+    if jax.default_backend() == "gpu":
+        engine.forget()
+        try:
+            device = watch(engine, case.load, case.params)
+        except RuntimeError as error:  # a failing profiler costs a figure, not the run
+            say(f"what the device did is unknown: {error}")
+    engine.forget()
+    return found, device
+
+
+def _engine(
+    options: argparse.Namespace, cases: Sequence[Case], model: DeepseekForCausalLM, *, max_len: int, num_pages: int
+) -> BenchEngine:
+    """One that serves all cases."""
+    batches = sorted({case.max_batch for case in cases})
+    trees = dict.fromkeys(case.params.speculation for case in cases if case.params.speculation)
+    simulated = any(case.acceptance is not None for case in cases)
+    return (SimulatedEngine if simulated else BenchEngine)(
         model,
-        max_batch=options.max_batch,
+        max_batch=batches[-1],
+        batches=batches if len(batches) > 1 else None,
         num_pages=num_pages,
         page_size=options.page_size,
         max_len=max_len,
-        speculation=() if params.speculation is None else (params.speculation,),
+        speculation=tuple(trees),
         prompt_tokens=options.step_prompt_tokens,
-        max_waiting=max(load.requests, 2 * options.max_batch),
+        max_waiting=max(max(case.load.requests, 2 * case.max_batch) for case in cases),
         implementation=options.implementation,
     )
-    say(f"{options.serve}: compiling and warming up")
-    progress = sys.stderr.isatty()
-    engine.warm_up(progress=progress)
-    params = dataclasses.replace(params, seed=load.seed % 2**32)
-    rehearse(engine, load, params)
-    say(f"{options.serve}: serving {load.requests} requests")
-    found = replay(engine, trace, params, progress=progress)
-    made = _report(options, load, params, found, max_len=max_len, num_pages=num_pages)
-    if options.json not in (None, "-"):
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(made, file, indent=1)
-    print(json.dumps(made) if options.json == "-" else table(made))
-    if options.plot:
-        plot(found, f"{options.serve} on {made['machine']['device']}, {made['machine']['date'][:10]}", options.plot)
-    return int(made["summary"]["served"] < load.requests)
 
 
-def _load(options: argparse.Namespace) -> Load:
-    asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(Load)}
-    return Load(**asked | {"seed": secrets.randbits(31) if options.seed is None else options.seed})
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """Of each batch size, of each kind of drafts: all of the same seed."""
+    batches = _numbers("max_batch", options.max_batch, int)
+    seed = secrets.randbits(31) if options.seed is None else options.seed
+    asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(Load)} | {"seed": seed}
+    cases = []
+    for batch in batches:
+        if batch < 1:
+            raise ValueError(f"max_batch={batch} must be at least 1")
+        if options.requests is None:  # enough to fill the batch some times over
+            asked["requests"] = 64 if len(batches) == 1 else max(8, 4 * batch)
+        load = Load(**asked)
+        for tree, acceptance in _drafting(options):
+            # No stop tokens: lengths are those of the trace.
+            params = SamplingParams(temperature=options.temperature, speculation=tree, seed=seed % 2**32)
+            cases.append(Case(batch, load, params, acceptance))
+    return cases
 
 
-def _params(options: argparse.Namespace) -> SamplingParams:
-    if options.speculate < 0:
-        raise ValueError(f"speculate={options.speculate} must be at least 0")
-    chain = DraftTree.chain(options.speculate) if options.speculate else None
-    tree = chain if options.tree is None else DraftTree.parse(options.tree)
-    if options.acceptance is not None and not (0 <= options.acceptance <= 1 and tree is not None):
-        raise ValueError(f"acceptance={options.acceptance} must be 0 to 1, with speculate or tree")
-    # No stop tokens: lengths are those of the trace.
-    return SamplingParams(temperature=options.temperature, speculation=tree)
+def _drafting(options: argparse.Namespace) -> list[tuple[DraftTree | None, float | None]]:
+    """Draft trees, each with each of the probabilities that its drafts are right; None where they are not simulated."""
+    lengths = _numbers("speculate", options.speculate, int)
+    if min(lengths) < 0:
+        raise ValueError(f"speculate={min(lengths)} must be at least 0")
+    trees = [DraftTree.chain(length) if length else None for length in lengths]
+    if options.tree is not None:
+        trees = [DraftTree.parse(options.tree)]
+    if options.acceptance is None:
+        return [(tree, None) for tree in trees]
+    rates = _numbers("acceptance", options.acceptance, float)
+    for rate in rates:
+        if not (0 <= rate <= 1 and any(trees)):
+            raise ValueError(f"acceptance={rate} must be 0 to 1, with speculate or tree")
+    return [(tree, rate) for tree in trees for rate in (rates if tree else (None,))]
+
+
+def _numbers[T: (int, float)](name: str, text: str, kind: type[T]) -> tuple[T, ...]:
+    """Of an option that may have several, with commas."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be of type {kind.__name__}, or several with commas between") from None
 
 
 def _check_engine(options: argparse.Namespace) -> None:
     """What the engine would refuse only after minutes of loading."""
-    for name in ("max_batch", "num_pages", "page_size", "max_len", "step_prompt_tokens"):
+    for name in ("num_pages", "page_size", "max_len", "step_prompt_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -427,14 +594,15 @@ def _check_engine(options: argparse.Namespace) -> None:
         raise ValueError(f"implementation={options.implementation!r} must be one of {', '.join(NAMES)}")
 
 
-def _sizes(options: argparse.Namespace, load: Load, positions: int) -> tuple[int, int]:
+def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -> tuple[int, int]:
     """Most tokens of a request, and pages of the cache."""
+    load, most = cases[0].load, max(case.max_batch for case in cases)  # loads differ in the number of requests alone
     fitting = positions if options.num_pages is None else min(positions, options.num_pages * options.page_size)
     usual = load.shared_prefix + _USUAL * (load.prompt_tokens + load.new_tokens)
     max_len = min(usual, fitting) if options.max_len is None else options.max_len
     if max_len > fitting:
         raise ValueError(f"max_len={max_len} must be at most {fitting}, what the model and num_pages have room for")
-    pages = options.max_batch * -(-max_len // options.page_size) if options.num_pages is None else options.num_pages
+    pages = most * -(-max_len // options.page_size) if options.num_pages is None else options.num_pages
     return max_len, pages
 
 
@@ -448,28 +616,35 @@ def _model(checkpoint: str, dtype: str, *, drafts: bool) -> DeepseekForCausalLM:
 
 
 def _report(
-    options: argparse.Namespace, load: Load, params: SamplingParams, found: Replay, *, max_len: int, num_pages: int
+    options: argparse.Namespace,
+    case: Case,
+    found: Replay,
+    device: dict[str, int | float] | None,
+    *,
+    max_len: int,
+    num_pages: int,
 ) -> dict:
     """All there is, as JSON holds it."""
+    tree = case.params.speculation
     configuration = {
         "checkpoint": options.serve,
-        **dataclasses.asdict(load),
-        "rate": None if math.isinf(load.rate) else load.rate,  # JSON has no infinity
-        "max_batch": options.max_batch,
+        **dataclasses.asdict(case.load),
+        "rate": None if math.isinf(case.load.rate) else case.load.rate,  # JSON has no infinity
+        "max_batch": case.max_batch,
         "num_pages": num_pages,
         "page_size": options.page_size,
         "max_len": max_len,
         "step_prompt_tokens": options.step_prompt_tokens,
         "dtype": options.dtype,
         "implementation": options.implementation,
-        "temperature": params.temperature,
-        "tree": params.speculation and list(params.speculation.widths),
-        "simulated_acceptance": options.acceptance,
+        "temperature": case.params.temperature,
+        "tree": tree and list(tree.widths),
+        "simulated_acceptance": case.acceptance,
     }
     return {
         "machine": machine(),
         "configuration": configuration,
-        "summary": summarize(found),
+        "summary": summarize(found, device),
         "records": [dataclasses.asdict(record) for record in found.records],
         "timeline": found.timeline,
     }

@@ -5,6 +5,7 @@ calls read one layer of the pool after the other, which together are far larger 
 """
 
 import collections
+import dataclasses
 import pathlib
 import statistics
 import tempfile
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 CHAIN_CALLS = 21
+LONG_GAP = 20e-6  # seconds; kernels of a program follow each other within 5e-6
+_HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
 
 def seconds_per_call(f, args, *, burst: int = 1) -> float:
@@ -73,6 +76,52 @@ def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
     Raises:
         RuntimeError: the profile has no kernels, or not a whole number of them per call; the message says what it has.
     """
+    kernels, seen = _profile(run)
+    if not kernels or len(kernels) % calls:
+        raise RuntimeError(f"{len(kernels)} kernels for {calls} calls on these lines: {seen}")
+    times = collections.defaultdict(list)
+    for name, _, duration in kernels:
+        times[name].append(duration * 1e-9)
+    return {name: (len(each) / calls, sum(each) / calls) for name, each in times.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """What a GPU did while a profile was taken; seconds.
+
+    Attributes:
+        span: from the begin of the first kernel to the end of the last.
+        busy: of it, with a kernel running; copies from and to the host are none.
+        waited: of it, in gaps of more than ``LONG_GAP``. What the host launched ahead follows closely: in these there
+            was nothing launched. (Shorter ones are the launches' own, between kernels of a program.)
+    """
+
+    span: float
+    busy: float
+    waited: float
+
+
+def occupancy(run) -> Occupancy:
+    """Whether the device had something to do while ``run()`` ran.
+
+    Raises:
+        RuntimeError: the profile has no kernels; the message says what it has.
+    """
+    found, seen = _profile(run)
+    kernels = sorted((begin, begin + time) for name, begin, time in found if name not in _HOST_COPIES)
+    if not kernels:
+        raise RuntimeError(f"no kernels on these lines: {seen}")
+    busy = waited = 0.0
+    end = start = kernels[0][0]
+    for begin, until in kernels:  # of several streams, so they may overlap
+        waited += begin - end if begin - end > 1e9 * LONG_GAP else 0.0
+        busy += max(until - max(begin, end), 0.0)
+        end = max(end, until)
+    return Occupancy(1e-9 * (end - start), 1e-9 * busy, 1e-9 * waited)
+
+
+def _profile(run) -> tuple[list[tuple[str, float, float]], str]:
+    """What the GPU's streams did while ``run()`` ran: name, begin and duration in ns. And the names of all lines."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -83,13 +132,10 @@ def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
             raise RuntimeError(f"the profiler wrote {len(paths)} traces")
         planes = list(jax.profiler.ProfileData.from_file(str(paths[0])).planes)
         lines = [(f"{plane.name} {line.name}", line) for plane in planes for line in plane.lines if "GPU" in plane.name]
-        events = collections.defaultdict(list)
-        for _, line in lines:
-            if line.name.startswith("Stream"):  # other lines sum up what the streams did
-                for event in line.events:
-                    events[event.name].append(event.duration_ns * 1e-9)
-    launches = sum(map(len, events.values()))
-    if not launches or launches % calls:
-        seen = ", ".join(sorted({name for name, _ in lines} or {plane.name for plane in planes}))
-        raise RuntimeError(f"{launches} kernels for {calls} calls on these lines: {seen}")
-    return {name: (len(times) / calls, sum(times) / calls) for name, times in events.items()}
+        kernels = [
+            (event.name, event.start_ns, event.duration_ns)
+            for _, line in lines
+            if line.name.startswith("Stream")  # other lines sum up what the streams did
+            for event in line.events
+        ]
+    return kernels, ", ".join(sorted({name for name, _ in lines} or {plane.name for plane in planes}))
