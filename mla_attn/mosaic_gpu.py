@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from mla_attn.dispatch import current_device
 from mla_attn.metadata import row_owners
-from mla_attn.pallas_kernels.schedule import GROUP_ROWS, STREAM_ROWS, TILE, Plan, sound_requests, work_list
+from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, sound_requests, work_list
 
 COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
-_STREAM_ROWS = STREAM_ROWS  # of a request, up to which mla_stream is faster than mla_decode
+_STREAM_ROWS = 64  # of a request, up to which mla_stream is faster than mla_decode
 
 
 def supports_mla(call) -> str | None:
@@ -36,6 +36,11 @@ def _padded(heads: int) -> int:
     return -(-heads // _HEADS) * _HEADS
 
 
+def _stream_rows(rows: int) -> int:
+    """Of a group: few rows as they are, more as the 64 of a product."""
+    return rows if rows <= 32 else GROUP_ROWS
+
+
 def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype) -> Plan:
     heads = _padded(spec.num_heads)
     rows = heads * metadata.max_q_len  # of a request
@@ -44,7 +49,7 @@ def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype) -> Plan
         num_requests=metadata.q_lens.shape[0],
         num_rows=metadata.slots.shape[0] * heads,
         heads=heads,
-        group_rows=min(rows, STREAM_ROWS) if streams else GROUP_ROWS,
+        group_rows=_stream_rows(rows) if streams else GROUP_ROWS,
         streams=streams,
         lanes=current_device().cores,
         max_tiles=-(-metadata.page_table.shape[1] * page_size // TILE),

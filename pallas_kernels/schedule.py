@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 TILE = 64  # keys
-GROUP_ROWS = 64  # of a thread block of mla_decode
-STREAM_ROWS = 32  # of one of mla_stream, at most
+GROUP_ROWS = 64  # of a thread block, at most
 # A thread block's item: request, first packed row, first row within the request, rows, first tile, tiles, where its
 # partial result goes (-1: it writes the result), table slots that hold keys, and where row 0 stands, from slot 0's key.
 ITEM = ("request", "row", "first", "rows", "tile", "tiles", "partial", "keys", "stands")

@@ -1,19 +1,20 @@
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
 # (JAX's annotations of its own plgpu.ACC and transforms.)
-"""Absorbed MLA over a paged bf16 cache where memory is the bound: at most 32 rows a request. Compute capability 9.0.
+"""Absorbed MLA over a paged bf16 cache where memory is the bound: at most 64 rows a request. Compute capability 9.0.
 
-Keys are the M of every product, so that rows need not fill 64: they are its N, any multiple of 8. A thread block takes
-its items of the work list one after the other: the rows of a request and some tiles of 64 keys, one tile at a time.
-Four warpgroups:
+A thread block takes its items of the work list one after the other: the rows of a request and some tiles of 64 keys,
+one tile at a time, so that the first and the last take little time. Four warpgroups:
 
-    0         S = K Q^T (keys x rows), its softmax P over the keys seen so far, and their maximum and sum
-    1 and 2   O^T = O^T exp(m - m') + V^T P (channels x rows), of one half of the value channels each
+    0         S = Q K^T, its softmax P over the keys seen so far, and their maximum and sum
+    1 and 2   O = O exp(m - m') + P V, of one half of the value channels each
     3         loads (TMA), into a ring of two tiles, ahead into the next item
 
 P crosses in shared memory, in the place of its tile's rope part, which is dead by then; the factors exp(m - m') beside
-it.
+it. Where there are fewer than 64 rows, the M of a product, all of this is transposed: S^T = K Q^T, O^T = V^T P^T. Rows
+are then its N, any multiple of 8.
 
-Shared memory for 512 + 64 channels and 32 rows: queries 36 KB, two tiles 144 KB, 4 KB to take maxima across warps.
+Shared memory for 512 + 64 channels: queries 72 KB for 64 rows, two tiles 144 KB, statistics 1 KB; 4 KB to take maxima
+across warps where rows are N.
 
 Roofline: a key takes 2 * (R + E) bytes, read once for all rows: 135 us at 4.46 TB/s for 128 requests of 4096 keys.
 """
@@ -29,11 +30,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from mla_attn.pallas_kernels.mosaic_gpu.block import PARTS, START, Block, Call, opaque_zero
-from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, fence_proxy, store_transposed, sync_warpgroup
+from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
+    ACC,
+    fence_proxy,
+    scale_rows,
+    store_transposed,
+    sync_warpgroup,
+)
 from mla_attn.pallas_kernels.schedule import TILE, Plan
 
-ROW = ACC.reduce(0)  # a number for each row, where rows are columns
 SLOTS = 2  # of the ring
+LOADS, SCORES, VALUES = 48, 104, 176  # registers of a thread
 
 
 @functools.partial(jax.jit, static_argnames=("call", "plan"))  # all layers share one lowering
@@ -54,7 +61,7 @@ def mla_stream(
     Float32[Array, "partials group_rows R"],
     Float32[Array, "partials group_rows"],
 ]:
-    """As ``mla_decode``, for ``plan.group_rows`` of any multiple of 8 up to ``STREAM_ROWS``."""
+    """As ``mla_decode``, for ``plan.group_rows`` of 64 or any multiple of 8 up to 32."""
     rope = 0 if q_rope is None else q_rope.shape[1]
     body = _Body(call, plan, rank=q_latent.shape[1], rope=rope, page=pages.shape[1])
     X, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
@@ -74,7 +81,7 @@ def mla_stream(
         scratch_types=body.scratch(),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=4096,
+            reduction_scratch_bytes=4096 if body.rows_axis else 0,
             unsafe_no_auto_barriers=True,  # they are where the table above needs them
         ),
         kernel_name="mla_stream",
@@ -86,7 +93,25 @@ def mla_stream(
 
 
 class _Body(Block):
-    rows_axis, side_readers = 1, 2
+    side_readers = 2
+
+    def __init__(self, call: Call, plan: Plan, **sizes):
+        super().__init__(call, plan, **sizes)
+        self.rows_axis = 0 if plan.group_rows == 64 else 1
+        self.row_layout = ACC.reduce(1 - self.rows_axis)  # a number for each row
+        # Of a half, those of one accumulator: the compiler grants a product no more than 128 registers.
+        count = 1 if self.rows_axis else 2
+        width = self.half // count
+        self.columns = [(n * width, width) for n in range(count)]
+
+    def shape(self, others: int) -> tuple[int, int]:
+        """Of rows times keys or channels."""
+        rows = self.plan.group_rows
+        return (others, rows) if self.rows_axis else (rows, others)
+
+    def turned(self, ref):
+        """What has rows first, as the products have it."""
+        return ref.transpose((1, 0)) if self.rows_axis else ref
 
     def scratch(self) -> dict:
         rows = self.plan.group_rows
@@ -105,10 +130,10 @@ class _Body(Block):
         self.start(*refs, **smem)
         warpgroup = lax.axis_index("warpgroup")
         roles = (
-            (3, 48, self._load),
-            (0, 104, self._scores),
-            (1, 176, functools.partial(self._values, "left")),
-            (2, 176, functools.partial(self._values, "right")),
+            (3, LOADS, self._load),
+            (0, SCORES, self._scores),
+            (1, VALUES, functools.partial(self._values, "left")),
+            (2, VALUES, functools.partial(self._values, "right")),
         )
         for number, registers, role in roles:
 
@@ -144,26 +169,27 @@ class _Body(Block):
     def _scores(self, turn, carry):
         fields, before = carry
         self.take_item(fields)
-        smem, shape = self.smem, (TILE, self.plan.group_rows)
+        smem, shape = self.smem, self.shape(TILE)
+        keys_axis, rows = 1 - self.rows_axis, self.plan.group_rows
         plgpu.barrier_wait(smem["full_q"])
 
         def step(j, carry):
             m, sums = carry
             at = lax.rem(before + j, SLOTS)
             scores = self.masked(pl.run_scoped(lambda ref: self._products(ref, at), plgpu.ACC(shape, jnp.float32)), j)
-            higher = jnp.maximum(m, scores.max(axis=0) * self.log2_scale)
+            higher = jnp.maximum(m, scores.max(axis=keys_axis) * self.log2_scale)
             p, factors = jnp.exp2(scores * self.log2_scale - self.spread(higher, shape)), jnp.exp2(m - higher)
             sync_warpgroup(7)  # every warp is done with this tile's scores: P takes the place of its rope part
-            smem["side"].at[at, pl.ds(0, shape[1]), pl.ds(0, TILE)].transpose((1, 0))[...] = p.astype(jnp.bfloat16)
+            self.turned(smem["side"].at[at, pl.ds(0, rows), pl.ds(0, TILE)])[...] = p.astype(jnp.bfloat16)
             smem["factors"].at[at][...] = factors  # those of two tiles ago were read before this tile came
             fence_proxy()
             plgpu.barrier_arrive(smem["p_ready"].at[at])
             return higher, sums * self.spread(factors, shape) + p
 
-        m = plgpu.layout_cast(jnp.full(shape[1:], START, jnp.float32), ROW)
+        m = plgpu.layout_cast(jnp.full((rows,), START, jnp.float32), self.row_layout)
         m, sums = lax.fori_loop(0, self.item["tiles"], step, (m, _zeros(shape)))
         following = self.read_item(turn + 1)  # on its way while this item ends
-        self._finish(turn, m, sums.sum(axis=0))
+        self._finish(turn, m, sums.sum(axis=keys_axis))
         return following, before + self.item["tiles"]
 
     def _products(self, scores, at):
@@ -172,8 +198,14 @@ class _Body(Block):
             plgpu.barrier_wait(smem["full"][part].at[at])
             if part != "side" or self.rope:
                 q = smem["queries_rope"].at[zero] if part == "side" else smem["queries"].at[n + zero]
-                plgpu.wgmma(scores, smem[part].at[at], q.transpose((1, 0)))
+                self._multiply(scores, q, smem[part].at[at].transpose((1, 0)))
         return scores[...]
+
+    def _multiply(self, acc, left, right) -> None:
+        """Adds ``left @ right``, or its transpose."""
+        if self.rows_axis:
+            left, right = right.transpose((1, 0)), left.transpose((1, 0))
+        plgpu.wgmma(acc, left, right)
 
     def _finish(self, turn, m, sums) -> None:
         smem, slot = self.smem, self.item["partial"]
@@ -205,44 +237,56 @@ class _Body(Block):
         self.take_item(fields)
         smem, rows = self.smem, self.plan.group_rows
 
-        def step(j, o):
+        def step(j, parts):
             at = lax.rem(before + j, SLOTS)
             plgpu.barrier_wait(smem["p_ready"].at[at])
-            factors = plgpu.load(smem["factors"].at[at], layout=ROW)
+            factors = plgpu.load(smem["factors"].at[at], layout=self.row_layout)
             self.drop_unused(part, at, j)
 
-            def product(o):
+            def products(parts):
                 p = smem["side"].at[at, pl.ds(0, rows), pl.ds(0, TILE)]
-                plgpu.wgmma(o, smem[part].at[at].transpose((1, 0)), p.transpose((1, 0)))
+                for o, columns in zip(parts, self.columns, strict=True):
+                    self._multiply(o, p, smem[part].at[at, :, pl.ds(*columns)])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["empty"][part].at[at])
                 plgpu.barrier_arrive(smem["empty"]["side"].at[at])
 
-            return pl.run_state(product)(plgpu.ACC.init(o * self.spread(factors, o.shape)))
+            return pl.run_state(products)([plgpu.ACC.init(self._rescaled(o, factors)) for o in parts])
 
-        o = lax.fori_loop(0, self.item["tiles"], step, _zeros((self.half, rows)))
+        parts = [_zeros(self.shape(width)) for _, width in self.columns]
+        parts = lax.fori_loop(0, self.item["tiles"], step, parts)
         following = self.read_item(turn + 1)  # on its way while this item ends
         plgpu.barrier_wait(smem["sums_ready"])
-        o = o * self.spread(plgpu.load(smem["inverse_sums"], layout=ROW), o.shape)
+        scale = plgpu.load(smem["inverse_sums"], layout=self.row_layout)
         plgpu.barrier_arrive(smem["sums_read"])
-        self._store(PARTS.index(part), o)
+        self._store(PARTS.index(part), [o * self.spread(scale, o.shape) for o in parts])
         plgpu.barrier_arrive(smem["empty_q"])
         return following, before + self.item["tiles"]
 
-    def _store(self, number: int, o) -> None:
+    def _rescaled(self, o, factors):
+        # Where rows are M, a warp has few of them: seldom does one of their maxima grow.
+        return o * self.spread(factors, o.shape) if self.rows_axis else scale_rows(o, factors)
+
+    def _store(self, number: int, parts) -> None:
         """The result through the queries' place, which all products are done with; a partial one at once."""
-        slot, columns = self.item["partial"], pl.ds(number * self.half, self.half)
+        slot, first = self.item["partial"], number * self.half
 
         @pl.when(slot >= 0)
         def _():
-            store_transposed(self.partial.at[lax.max(slot, 0), :, columns], o)
+            for o, (start, width) in zip(parts, self.columns, strict=True):
+                to = self.partial.at[lax.max(slot, 0), :, pl.ds(first + start, width)]
+                if self.rows_axis:
+                    store_transposed(to, o)
+                else:
+                    to[...] = o
 
         @pl.when(slot < 0)
         def _():
             staged = self.smem["queries"].at[number]
-            staged.transpose((1, 0))[...] = o.astype(jnp.bfloat16)
+            for o, columns in zip(parts, self.columns, strict=True):
+                self.turned(staged.at[:, pl.ds(*columns)])[...] = o.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            self.store(staged, self.out, columns)
+            self.store(staged, self.out, pl.ds(first, self.half))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
