@@ -104,7 +104,9 @@ MUTANTS = (
     Mutant("stride of the causal limit forgotten", WORK, "jnp.clip(-(-end // kv_stride), 0,", "jnp.clip(end, 0,", SCHEDULE + "test_any_batch"),
     Mutant("rows after the last request not zeroed", WORK, "tokens - ends.max(initial=0)", "0", SCHEDULE + "test_any_batch"),
     Mutant("partial results not rescaled", COMBINE, "acc, total = acc * scale, total * scale", "total = total * scale", COMBINED),
-    Mutant("last piece counted again", COMBINE, 'jnp.where(i < split["pieces"], partial_lse[a, row], -jnp.inf)', "partial_lse[a, row]", COMBINED),
+    Mutant("last piece counted again", COMBINE, 'jnp.where(first + n < split["pieces"], partial_lse[a, row], -jnp.inf)', "partial_lse[a, row]", COMBINED),
+    Mutant("last pieces forgotten", COMBINE, "(left > below) & (left <= tail)", "(left > below) & (left < tail)", COMBINED),
+    Mutant("a unit joined under its neighbour's record", COMBINE, "following = read(unit + blocks)", "following = read(unit)", COMBINED),
     Mutant("rows claimed twice taken twice", WORK, "return sound & (q_starts >= _latest_before(jnp.where(sound, q_starts + q_lens, 0)))", "return sound", SCHEDULE + "test_rows_claimed_twice_are_the_first_claimers"),
     Mutant("rows past the last not refused", WORK, "(q_starts <= num_tokens - q_lens)", "(q_starts <= tokens)", SCHEDULE + "test_any_batch"),
     Mutant("pieces out of key order", WORK, "s[\"partial\"][of] + group * s[\"pieces\"][of] + piece", "s[\"partial\"][of] + (group + 1) * s[\"pieces\"][of] - 1 - piece", SCHEDULE + "test_any_batch"),
@@ -114,6 +116,7 @@ MUTANTS = (
     Mutant("the list of another call taken", MOSAIC, "if m.work_plan == (plan, causal):", "if m.work_plan is not None:", ADAPTER + "test_a_call_other_than_planned_makes_its_own_list"),
     Mutant("old list kept for new lengths", "mla_attn/ops/mla.py", "metadata = dataclasses.replace(metadata, work_plan=None)", "pass", ADAPTER + "test_lengths_replaced_are_planned_again"),
     Mutant("float32 results rounded to bfloat16", MOSAIC, "combine_all=out_dtype != jnp.bfloat16", "combine_all=False", ADAPTER + "test_results_wider_than_the_kernels_are_combined"),
+    Mutant("bits of two kernels promised to be one's", MOSAIC, "streams = rows <= _STREAM_ROWS and not batch_invariant", "streams = rows <= _STREAM_ROWS", ADAPTER + "test_which_kernel_and_how_many_rows"),
     Mutant("a tree's rows of the neighbour", MOSAIC, "dtype=jnp.int32) - m.q_starts[owner]", "dtype=jnp.int32) - m.q_starts[owner] + 1", ADAPTER + "test_tree_words"),
     Mutant("a mask's last word forgotten", MOSAIC, "words = -(-keys // 32)", "words = max(keys // 32, 1)", ADAPTER + "test_tree_words"),
 )

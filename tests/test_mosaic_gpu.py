@@ -63,6 +63,27 @@ def test_results_wider_than_the_kernels_are_combined(lists):
     assert [plan.combine_all for plan in lists] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "invariant", "streams", "group_rows"),
+    [
+        (128, 1, False, False, 64),
+        (16, 5, False, False, 64),
+        (16, 4, False, True, 64),
+        (40, 1, False, True, 64),
+        (16, 2, False, True, 32),
+        (20, 1, False, True, 24),
+        (1, 1, False, True, 8),
+        (16, 1, True, False, 64),  # whose bits are promised to be those of any mode
+    ],
+)
+def test_which_kernel_and_how_many_rows(heads, rows, invariant, streams, group_rows, lists):
+    """Calls bound by memory stream; a group is no larger than a request, up to the 32 or 64 rows of a product."""
+    plan, _, arguments = make(heads=heads, max_q_len=rows, batch_invariant=invariant)
+    with compiling_for(H200):
+        plan(*arguments[:2])
+    assert [(made.streams, made.group_rows) for made in lists] == [(streams, group_rows)]
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
 def test_other_implementations_need_no_plan(implementation):
     batch = helpers.poisoned_batch(0, kv_lens=[5], q_lens=[1])

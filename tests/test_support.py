@@ -35,7 +35,6 @@ def test_supports_answers_for_any_call():
         ({}, "cpu"),
         ({**hopper, "compute_capability": "10.0"}, "compute capability 10.0"),
         ({**hopper, "dtype": "float32"}, "float32"),
-        ({**hopper, "page_size": 8}, "page_size=8"),
         ({**hopper, "kv_lora_rank": 384}, "384 + 64"),
         ({**hopper, "window": 128}, "window=128"),
         ({**hopper, "soft_cap": 3.0}, "soft_cap=3.0"),
