@@ -18,6 +18,7 @@ from mla_attn.metadata import AttentionMetadata
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.rope import rotate, rotation
 from mla_attn.ops import plan_mla
+from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.specs import MLASpec
 
 EXPANDED_MODES = ("prefill", "extend")  # attend over per-head keys and values
@@ -275,8 +276,9 @@ class MoE(nnx.Module):
         order = jnp.argsort(chosen)
         sizes = jnp.bincount(chosen, length=self.gate_proj.shape[0]).astype(jnp.int32)
         rows = x[order // experts.shape[1]]
-        hidden = _swiglu(_ragged(rows, self.gate_proj[...], sizes), _ragged(rows, self.up_proj[...], sizes), x.dtype)
-        out = _ragged(hidden, self.down_proj[...], sizes)[jnp.argsort(order)]  # the inverse permutation
+        gate, up = (grouped_matmul(rows, w[...], sizes) for w in (self.gate_proj, self.up_proj))
+        hidden = _swiglu(gate, up, x.dtype)
+        out = grouped_matmul(hidden, self.down_proj[...], sizes)[jnp.argsort(order)]  # the inverse permutation
         return (out.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
 
 
@@ -404,11 +406,6 @@ def _precision(x: Array) -> jax.lax.Precision:
 def _dot(x, kernel):
     """Product over the last axis of ``x`` and the first of ``kernel``, in float32."""
     return jnp.matmul(x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
-
-
-def _ragged(rows, kernels, sizes):
-    """Product of each run of ``sizes[e]`` rows with ``kernels[e]``, in float32."""
-    return jax.lax.ragged_dot(rows, kernels, sizes, precision=_precision(rows), preferred_element_type=jnp.float32)
 
 
 def _einsum(equation, x, kernel):

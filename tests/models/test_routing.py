@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from checkpoints import V2, V3
+from mla_attn.dispatch import H200, compiling_for
 from mla_attn.models import DeepseekConfig
 from mla_attn.models.deepseek import MoE, Router
 
@@ -145,3 +146,18 @@ def test_a_row_of_nan_stays_alone():
     poisoned[[0, 17, 199]] = np.nan
     valid = ~np.isnan(poisoned[:, 0])
     np.testing.assert_array_equal(np.asarray(run(clean))[valid], np.asarray(run(poisoned))[valid])
+
+
+@pytest.mark.parametrize("dtype, kernel", [(jnp.bfloat16, True), (jnp.float32, False)])
+def test_experts_on_an_h200(dtype, kernel):
+    """The grouped product's kernel serves all three products of bfloat16, where XLA's would be dense."""
+    config = make_config(V2, hidden_size=128, moe_intermediate_size=64)
+    moe = nnx.eval_shape(lambda: MoE(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(moe)
+    with compiling_for(H200):
+        traced = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).trace(
+            state, jax.ShapeDtypeStruct((TOKENS, 128), dtype)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @grouped_matmul") == (3 if kernel else 0)
+    assert ("custom_call @mosaic_gpu" in text) == kernel

@@ -41,7 +41,13 @@ def lowered(device=H200, *, num_rows=40, groups=8, depth=128, width=192, dtype="
 
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"num_rows": 1}, {"num_rows": 2000, "groups": 1}, {"groups": 256, "width": 64}, {"num_rows": 3001, "groups": 7}],
+    [
+        {},
+        {"num_rows": 1},
+        {"num_rows": 2000, "groups": 1},
+        {"groups": 256, "width": 64},
+        {"num_rows": 3001, "groups": 7},
+    ],
     ids=str,
 )
 def test_the_kernel_serves(sizes):
