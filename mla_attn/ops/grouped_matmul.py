@@ -55,8 +55,12 @@ def _by_kernel(rows, kernels, sizes):
 def _shape_of_units(num_rows: int, groups: int, width: int, cores: int) -> tuple[int, int]:
     """``tile_rows`` and ``columns`` that should do best, were rows spread evenly over groups.
 
-    Many rows want large units, which read less for each product; few rows small ones, which fill the device.
+    Many rows want large units, which read less for each product; few rows those with which the device is done first.
     """
+
+    def rounds(columns):
+        return -(-busy * -(-width // columns) // cores)
+
     busy = min(groups, num_rows)
     mean = num_rows / busy
     tile_rows = 128 if mean > 96 else 64  # the same for all widths: a layer's products share their list of tiles
@@ -65,5 +69,5 @@ def _shape_of_units(num_rows: int, groups: int, width: int, cores: int) -> tuple
     elif busy * -(-width // 128) >= 4 * cores:
         columns = 128
     else:
-        columns = 64
+        columns = min(128, 64, key=lambda c: rounds(c) * c)
     return tile_rows, max(c for c in (64, 128, 256) if c <= min(columns, width))

@@ -80,7 +80,8 @@ def test_the_environment_variable(name, count, monkeypatch):
 @pytest.mark.parametrize(
     "num_rows, groups, width, want",
     [
-        (6, 64, 1408, (64, 64)),  # 132 units
+        (6, 64, 1408, (64, 64)),  # 132 units, a round of half the width
+        (6, 64, 2048, (64, 128)),  # 96 units instead of two rounds of 192
         (384, 64, 1408, (64, 128)),
         (3072, 64, 1408, (64, 256)),
         (16384, 64, 1408, (128, 256)),
