@@ -89,9 +89,9 @@ def choose(op: str, call: Any, implementations: tuple[Implementation, ...], name
         NotImplementedError: the named implementation, or every one, refuses; with the reasons.
     """
     source = "implementation"
-    if name is None and os.environ.get(ENVIRONMENT_VARIABLE):
-        source, name = ENVIRONMENT_VARIABLE, os.environ[ENVIRONMENT_VARIABLE]
-    if name is not None and name not in NAMES:
+    if name is None:
+        source, name = ENVIRONMENT_VARIABLE, named_by_environment()
+    elif name not in NAMES:
         raise ValueError(f"{source}={name!r} must be one of {', '.join(NAMES)}")
     if name is None:
         candidates = [i for i in implementations if i.name != "reference"]
@@ -108,6 +108,14 @@ def choose(op: str, call: Any, implementations: tuple[Implementation, ...], name
             return candidate
         reasons.append(f"{candidate.name}: {reason}")
     raise NotImplementedError(f"{op} is not served here: {'; '.join(reasons)}")
+
+
+def named_by_environment() -> str | None:
+    """What ``MLA_ATTN_IMPLEMENTATION`` asks for, if anything; ValueError for a name that does not exist."""
+    name = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if name is not None and name not in NAMES:
+        raise ValueError(f"{ENVIRONMENT_VARIABLE}={name!r} must be one of {', '.join(NAMES)}")
+    return name
 
 
 def _listed(implementations: tuple[Implementation, ...]) -> str:

@@ -12,7 +12,7 @@ from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, sound_reque
 COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
-_STREAM_ROWS = 64  # of a request, up to which mla_stream is faster than mla_decode
+_STREAM_ROWS = 64  # of a request: with no more, memory is the bound, and mla_stream's matter
 
 
 def supports_mla(call) -> str | None:
@@ -44,7 +44,7 @@ def _stream_rows(rows: int) -> int:
 def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype) -> Plan:
     heads = _padded(spec.num_heads)
     rows = heads * metadata.max_q_len  # of a request
-    streams = rows <= _STREAM_ROWS and not batch_invariant  # whose bits are those of one kernel, whatever the rows
+    streams = rows <= _STREAM_ROWS and not batch_invariant  # which promises the bits of one kernel for any rows
     return Plan(
         num_requests=metadata.q_lens.shape[0],
         num_rows=metadata.slots.shape[0] * heads,

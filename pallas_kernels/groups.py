@@ -52,4 +52,4 @@ def tile_list(sizes: Int32[Array, "E"], *, num_rows: int, tile_rows: int) -> Int
         "end": jnp.minimum(ends[of], first + tile_rows),
     }
     records = jnp.stack([fields[name] for name in RECORD], axis=1)
-    return jnp.concatenate([upto[-1:], records.ravel()])
+    return jnp.concatenate([upto[-1:], records.ravel()]).astype(jnp.int32)

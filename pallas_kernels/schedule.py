@@ -40,7 +40,7 @@ class Plan:
         lanes: groups that the device runs at a time.
         max_tiles: tiles of the page table.
         combine_all: every group goes through the combine, also one that is not split.
-        streams: ``mla_stream`` takes the list, which reads tiles one by one; otherwise ``mla_decode``.
+        streams: the list is for ``mla_stream``, otherwise for ``mla_decode``; it is the same list.
         invariant: pieces are cut at multiples of ``INVARIANT_TILES`` and nothing else.
     """
 

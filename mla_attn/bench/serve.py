@@ -210,7 +210,8 @@ def rehearse(engine: BenchEngine, load: Load, params: SamplingParams) -> None:
 
 
 def watch(engine: BenchEngine, load: Load, params: SamplingParams) -> dict[str, int | float]:
-    """A profile of some steps of an idle engine, with as many requests running as may and others waiting.
+    """A profile of some steps of an idle engine, with as many requests running as may and others waiting, if pages and
+    tokens last.
 
     Returns:
         ``steps`` seen, mean ``step_time`` in seconds, shares of the time: ``busy`` (a kernel ran) and ``waited`` (for

@@ -108,7 +108,7 @@ def occupancy(run) -> Occupancy:
         RuntimeError: the profile has no kernels; the message says what it has.
     """
     found, seen = _profile(run)
-    kernels = sorted((begin, begin + time) for name, begin, time in found if name not in _HOST_COPIES)
+    kernels = sorted((begin, begin + length) for name, begin, length in found if name not in _HOST_COPIES)
     if not kernels:
         raise RuntimeError(f"no kernels on these lines: {seen}")
     busy = waited = 0.0

@@ -1,12 +1,10 @@
 """Rows of each group times the group's own matrix: a kernel on Hopper GPUs, XLA's ``ragged_dot`` everywhere else."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from mla_attn.dispatch import ENVIRONMENT_VARIABLE, current_device
+from mla_attn.dispatch import current_device, named_by_environment
 from mla_attn.mosaic_gpu import COMPUTE_CAPABILITY
 
 
@@ -16,12 +14,16 @@ def grouped_matmul(
     """Product of each run of ``sizes[e]`` rows with ``kernels[e]``, in float32; zeros for rows after the last run.
 
     The kernel serves bfloat16 on GPUs of compute capability 9.0, K and N multiples of 64, unless the environment
-    variable ``MLA_ATTN_IMPLEMENTATION`` names another implementation than ``mosaic_gpu``. It has no derivative.
+    variable ``MLA_ATTN_IMPLEMENTATION`` names another implementation than ``mosaic_gpu``. It has no derivative. The
+    choice is for the default device, as everywhere: lower for another one under ``dispatch.compiling_for``.
 
     Args:
         rows: run after run.
         kernels: in the type of ``rows``; float32 is multiplied at the highest precision.
         sizes: not negative, together at most M.
+
+    Raises:
+        ValueError: the environment variable names no implementation.
     """
     if _kernel_serves(rows, kernels):
         return _by_kernel(rows, kernels, sizes)
@@ -33,7 +35,7 @@ def grouped_matmul(
 def _kernel_serves(rows, kernels) -> bool:
     device, (_, depth, width) = current_device(), kernels.shape
     return (
-        (os.environ.get(ENVIRONMENT_VARIABLE) or "mosaic_gpu") == "mosaic_gpu"
+        named_by_environment() in (None, "mosaic_gpu")
         and (device.platform, device.compute_capability) == ("gpu", COMPUTE_CAPABILITY)
         and rows.dtype == kernels.dtype == jnp.bfloat16
         and depth % 64 == width % 64 == 0

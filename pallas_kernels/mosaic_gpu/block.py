@@ -11,13 +11,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, fence_proxy, gather_rows, rows_of_slots, wait_for_gathers
+from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
+    ACC,
+    TILED,
+    fence_proxy,
+    gather_rows,
+    rows_of_slots,
+    wait_for_gathers,
+)
 from mla_attn.pallas_kernels.schedule import HEADER, ITEM, TILE, Plan
 
 STORE_ROWS = 8  # rows are written by so many, and come in multiples of it
 START, MASKED = -1e30, -1e33  # the running maximum (log2) of a row that has seen no key; a masked score
 PARTS = ("left", "right", "side")  # of a tile: either half of the value channels, and the rope part
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +168,7 @@ class Block:
             page_size=self.page,
             num_pages=self.call.num_pages,
             page_stride=self.call.page_stride,
+            pool_pages=self.pages.shape[0],
         )
 
     def _pieces(self, tile) -> list:

@@ -50,7 +50,9 @@ def combine(
             split = lax.min(lax.div(unit, group_rows * parts), plan.num_splits - 1)
             return tuple(work[plan.splits_at + split * len(SPLIT) + n] for n in range(len(SPLIT)))
 
-        def join(split, row, columns_of_part):
+        def join(split, row, part):
+            place = pl.ds(part * columns, columns)
+
             def load(first, count, *, whole):
                 """Log2-sum-exps and results of pieces; those after the split's last are it once more, at -inf."""
                 if whole:
@@ -63,8 +65,7 @@ def combine(
                     lses = [
                         jnp.where(first + n < split["pieces"], partial_lse[a, row], -jnp.inf) for n, a in enumerate(at)
                     ]
-                part = (row, columns_of_part)
-                return lses, [plgpu.load(values.at[(a, *part)], layout=layout, optimized=False) for a in at]
+                return lses, [plgpu.load(values.at[a, row, place], layout=layout, optimized=False) for a in at]
 
             def add(carry, first, count, *, whole=False):
                 acc, total, top = carry
@@ -95,8 +96,11 @@ def combine(
             acc, total, top = add_all((zeros, jnp.float32(0), jnp.float32(_NO_KEY)))
             seen = total > 0
             result = acc * jnp.where(seen, 1.0 / total, 0.0)
-            out.at[split["row"] + row, columns_of_part][...] = result.astype(out.dtype)
-            lse[split["row"] + row] = jnp.where(seen, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
+            out.at[split["row"] + row, place][...] = result.astype(out.dtype)
+
+            @pl.when(part == 0)
+            def _():
+                lse[split["row"] + row] = jnp.where(seen, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
 
         def turn(i, record):
             """A unit, while the record of the next is on its way."""
@@ -105,7 +109,7 @@ def combine(
             split = dict(zip(SPLIT, record, strict=True))
             part, row = lax.rem(unit, parts), lax.rem(lax.div(unit, parts), group_rows)
             there = (row < split["rows"]) & (unit < plan.num_splits * group_rows * parts)
-            pl.when(there)(lambda: join(split, row, pl.ds(part * columns, columns)))
+            pl.when(there)(lambda: join(split, row, part))
             return following
 
         # The first turn is taken in any case: its record is read beside the count, and not after it.

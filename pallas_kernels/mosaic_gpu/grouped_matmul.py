@@ -20,20 +20,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, scf
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from mla_attn.pallas_kernels.groups import ALIGNED, HEADER, RECORD, most_tiles
-from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC
+from mla_attn.pallas_kernels.mosaic_gpu.primitives import TILED, store_rows
 
 STEP = 64  # of K at a time: a row of it is what a swizzle of 128 bytes spans
 WARPGROUP_ROWS = 64  # M of wgmma
 SHARED_BYTES = 225 * 1024  # of a thread block for the ring, 2 KB less than there are
-_TILED = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +117,8 @@ class _Body:
     def scratch(self) -> dict:
         config, stages = self.config, self.config.stages
         return {
-            "rows_ring": plgpu.SMEM((stages, config.tile_rows, STEP), jnp.bfloat16, transforms=_TILED),
-            "kernels_ring": plgpu.SMEM((stages, STEP, config.columns), jnp.bfloat16, transforms=_TILED),
+            "rows_ring": plgpu.SMEM((stages, config.tile_rows, STEP), jnp.bfloat16, transforms=TILED),
+            "kernels_ring": plgpu.SMEM((stages, STEP, config.columns), jnp.bfloat16, transforms=TILED),
             "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             "empty": plgpu.Barrier(num_barriers=stages, num_arrivals=self.consumers),
         }
@@ -243,50 +239,3 @@ class _Body:
 
     def _release(self, step) -> None:
         plgpu.barrier_arrive(self.empty.at[self._place(step)])
-
-
-def store_rows(ref, values, begin, end, width=None) -> None:
-    """``ref[begin:end, :width] = values[begin:end, :width]`` in global memory.
-
-    Args:
-        ref: float32 [64, N], a slice that may reach past the array's end where nothing is written.
-        values: float32 [64, N] in the layout of wgmma's accumulators.
-        begin, end: of the rows; any integers.
-        width: a multiple of 64; None for all.
-    """
-    columns, scalar = values.shape[1], plgpu.Layout.WG_SPLAT
-    widths = () if width is None else (width,)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC, scalar, scalar) + (scalar,) * len(widths))
-    def store(_, ref, values, begin, end, *widths):
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-
-        def number(value, of=i32):
-            return arith.constant(of, ir.IntegerAttr.get(of, value))
-
-        thread = arith.remui(mgpu.utils.thread_idx(), number(128))
-        warp, lane = arith.divui(thread, number(32)), arith.remui(thread, number(32))
-        own_row = arith.addi(arith.muli(warp, number(16)), arith.divui(lane, number(4)))
-        own_column = arith.extui(i64, arith.muli(arith.remui(lane, number(4)), number(2)))
-        pitch = ref.type.get_strides_and_offset()[0][0]
-        base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(ref))
-        pairs = values.registers.reshape(columns // 8, 2)  # two columns each, of the own row and of the 8th after it
-        for half in range(2):
-            row = arith.addi(own_row, number(8 * half))
-            inside = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
-                arith.cmpi(arith.CmpIPredicate.slt, row, end.registers.item()),
-            )
-            offset = arith.addi(arith.muli(arith.extui(i64, row), number(pitch, i64)), own_column)
-            place = mgpu.utils.getelementptr(base, [offset], ir.F32Type.get())
-            for chunk in range(0, columns, 64):
-                there = inside
-                for limit in widths:
-                    within = arith.cmpi(arith.CmpIPredicate.sgt, limit.registers.item(), number(chunk))
-                    there = arith.andi(inside, within)
-                with ir.InsertionPoint(scf.IfOp(there).then_block):
-                    for n in range(chunk // 8, chunk // 8 + 8):
-                        llvm.store(pairs[n, half], mgpu.utils.getelementptr(place, [8 * n], ir.F32Type.get()))
-                    scf.yield_([])
-
-    store(ref, values, begin, end, *widths)

@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from mla_attn.pallas_kernels.mosaic_gpu.block import START, Block, Call, opaque_zero
-from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, ROW, fence_proxy, scale_rows, sync_warpgroup
+from mla_attn.pallas_kernels.mosaic_gpu.primitives import ROW, fence_proxy, scale_rows, sync_warpgroup, zeros
 from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan
 
 BLOCK_ROWS = GROUP_ROWS  # of a thread block: M of wgmma
@@ -205,7 +205,7 @@ class _Consumer:
             return scores[...]
 
         scores = pl.run_scoped(first_scores, plgpu.ACC((BLOCK_ROWS, TILE), jnp.float32))
-        carry = _zeros((BLOCK_ROWS, body.half)), scores, m, sums
+        carry = zeros((BLOCK_ROWS, body.half)), scores, m, sums
         carry = lax.fori_loop(0, body.pairs - 1, lambda t, c: self.step(t, c, last=False), carry)
         o, m, sums = self.step(body.pairs - 1, carry, last=True)
         following = body.read_item(turn + 1)  # on its way while this item ends
@@ -235,10 +235,10 @@ class _Consumer:
         return jnp.where(top > m + self.config.lazy, top, m) if self.config.lazy else jnp.maximum(m, top)
 
     def probabilities(self, scores, m):
-        return jnp.exp2(scores * self.body.log2_scale - _spread(m, scores.shape))
+        return jnp.exp2(scores * self.body.log2_scale - self.body.spread(m, scores.shape))
 
     def rescaled(self, o, factors):
-        return scale_rows(o, factors) if self.config.lazy else o * _spread(factors, o.shape)
+        return scale_rows(o, factors) if self.config.lazy else o * self.body.spread(factors, o.shape)
 
     def release(self, part: str, at: int) -> None:
         plgpu.barrier_arrive(self.smem["empty"][part].at[at])
@@ -263,7 +263,7 @@ class _Consumer:
         plgpu.barrier_wait(self.smem["sums_ready"])
         total = plgpu.load(stats.at[2], layout=ROW) + plgpu.load(stats.at[3], layout=ROW)
         seen = m > START / 2
-        o = o * _spread(jnp.where(seen, 1.0 / total, 0.0), o.shape)
+        o = o * self.body.spread(jnp.where(seen, 1.0 / total, 0.0), o.shape)
         lse = jnp.where(seen, m + jnp.log2(total), -jnp.inf)
         slot = body.item["partial"]
 
@@ -319,7 +319,7 @@ class _Left(_Consumer):
             self.release("left", 0)
             m1 = self.other_max()
             beta = jnp.exp2(m0 - m1)
-            self.publish_p((p * _spread(beta, p.shape)).astype(jnp.bfloat16))
+            self.publish_p((p * self.body.spread(beta, p.shape)).astype(jnp.bfloat16))
             o_ref[...] = self.rescaled(o, beta)
             m_ref[...] = m1
             sums_ref[...] = sums_ref[...] * beta
@@ -328,7 +328,7 @@ class _Left(_Consumer):
                 self.body.drop_unused(self.part, 1, 2 * t + 1)
             plgpu.wgmma(o_ref, smem["side"].at[1 + zero, :, pl.ds(0, TILE)], smem["left"].at[1 + zero])
             if not last:
-                scores_ref[...] = _zeros((BLOCK_ROWS, TILE))
+                scores_ref[...] = zeros((BLOCK_ROWS, TILE))
                 self.add_scores(scores_ref, "left", zero)
             plgpu.wgmma_wait(0 if last else 1)
             self.release("left", 1)
@@ -376,7 +376,7 @@ class _Right(_Consumer):
             self.release("right", 0)
             self.release("side", 0)
             if not last:
-                scores_ref[...] = _zeros((BLOCK_ROWS, TILE))
+                scores_ref[...] = zeros((BLOCK_ROWS, TILE))
                 for part in self.order:
                     self.add_scores(scores_ref, part, zero)
 
@@ -385,11 +385,3 @@ class _Right(_Consumer):
             return o, m1, sums
         o, scores, sums = pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), sums))
         return o, scores, m1, sums
-
-
-def _spread(rows, shape):
-    return lax.broadcast_in_dim(rows, shape, [0])
-
-
-def _zeros(shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACC)

@@ -36,6 +36,7 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     scale_rows,
     store_transposed,
     sync_warpgroup,
+    zeros,
 )
 from mla_attn.pallas_kernels.schedule import TILE, Plan
 
@@ -82,7 +83,7 @@ def mla_stream(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=4096 if body.rows_axis else 0,
-            unsafe_no_auto_barriers=True,  # they are where the table above needs them
+            unsafe_no_auto_barriers=True,  # each role waits for what it takes from the others
         ),
         kernel_name="mla_stream",
     )
@@ -187,7 +188,7 @@ class _Body(Block):
             return higher, sums * self.spread(factors, shape) + p
 
         m = plgpu.layout_cast(jnp.full((rows,), START, jnp.float32), self.row_layout)
-        m, sums = lax.fori_loop(0, self.item["tiles"], step, (m, _zeros(shape)))
+        m, sums = lax.fori_loop(0, self.item["tiles"], step, (m, zeros(shape)))
         following = self.read_item(turn + 1)  # on its way while this item ends
         self._finish(turn, m, sums.sum(axis=keys_axis))
         return following, before + self.item["tiles"]
@@ -253,7 +254,7 @@ class _Body(Block):
 
             return pl.run_state(products)([plgpu.ACC.init(self._rescaled(o, factors)) for o in parts])
 
-        parts = [_zeros(self.shape(width)) for _, width in self.columns]
+        parts = [zeros(self.shape(width)) for _, width in self.columns]
         parts = lax.fori_loop(0, self.item["tiles"], step, parts)
         following = self.read_item(turn + 1)  # on its way while this item ends
         plgpu.barrier_wait(smem["sums_ready"])
@@ -288,7 +289,3 @@ class _Body(Block):
             plgpu.commit_smem()
             self.store(staged, self.out, pl.ds(first, self.half))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _zeros(shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACC)

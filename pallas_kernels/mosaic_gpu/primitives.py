@@ -1,6 +1,6 @@
-# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportArgumentType=false, reportAbstractUsage=false
 # (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
-"""What Pallas does not name: a fence, a named barrier, copies row by row, a multiplication that warps may skip."""
+"""What Pallas does not name: a fence, a named barrier, copies and stores row by row, a product that warps may skip."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ACC, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of what wgmma and TMA take
 _EACH_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
@@ -35,13 +36,16 @@ def sync_warpgroup(number: int) -> None:
     sync()
 
 
-def rows_of_slots(table, slot, page0, *, page_size: int, num_pages: int, page_stride: int) -> jax.Array:
+def rows_of_slots(
+    table, slot, page0, *, page_size: int, num_pages: int, page_stride: int, pool_pages: int
+) -> jax.Array:
     """Where 64 consecutive table slots lie, counted in rows of the pool: int32 [128], as ``gather_rows`` takes it.
 
     Args:
         table: int32 [W], page ids; slots past its end and ids are clamped to what there is.
         slot: the first one.
-        page0, page_stride: page ``id`` is page ``page0 + id * page_stride`` of the pool.
+        page0, page_stride: page ``id`` is page ``page0 + id * page_stride`` of the pool, clamped to what there is.
+        num_pages, pool_pages: ids that there are, and pages of the pool.
     """
     columns, splat = table.shape[0], plgpu.Layout.WG_SPLAT
 
@@ -57,6 +61,7 @@ def rows_of_slots(table, slot, page0, *, page_size: int, num_pages: int, page_st
         page = memref.load(table, [arith.index_castui(ir.IndexType.get(), column)])
         page = arith.maxsi(arith.minsi(page, _i32(num_pages - 1)), _i32(0))
         page = arith.addi(page0.registers.item(), arith.muli(page, _i32(page_stride)))
+        page = arith.maxsi(arith.minsi(page, _i32(pool_pages - 1)), _i32(0))
         found = arith.addi(arith.muli(page, _i32(page_size)), arith.remui(slot, _i32(page_size)))
         found = vector.broadcast(ir.VectorType.get((1,), found.type), found)
         return mgpu.FragmentedArray(
@@ -71,11 +76,11 @@ def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
 
     Args:
         rows: of ``rows_of_slots``; each warp copies 16.
-        pages: bfloat16 [pages, P, N] in global memory, a slice of channels of the pool.
+        pages: bfloat16 [pages, P, N] in global memory, a slice of channels of the pool; N is 64, 128 or 256.
         to: bfloat16 [64, N] in shared memory, in tiles of 8 by 64 with a swizzle of 128 bytes: ``transforms``.
     """
     channels = to.shape[1]
-    chunks = min(channels // 8, 32)  # of a row at a time, one for each lane
+    chunks = channels // 8  # of a row, one for each lane
     at_once = 32 // chunks  # rows
 
     @plgpu.inline_mgpu(arg_types=(_EACH_THREAD, plgpu.RefType(), plgpu.RefType(transforms)))
@@ -130,6 +135,55 @@ def store_transposed(ref, values: jax.Array) -> None:
         values.foreach(lambda value, at: memref.store(value, ref, [at[1], at[0]]))
 
     store(ref, values)
+
+
+def store_rows(ref, values, begin, end, width=None) -> None:
+    """``ref[begin:end, :width] = values[begin:end, :width]`` in global memory.
+
+    Args:
+        ref: float32 [64, N], a slice that may reach past the array's end where nothing is written.
+        values: float32 [64, N] in the layout of wgmma's accumulators.
+        begin, end: of the rows; any integers.
+        width: a multiple of 64; None for all.
+    """
+    columns, scalar = values.shape[1], plgpu.Layout.WG_SPLAT
+    widths = () if width is None else (width,)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC, scalar, scalar) + (scalar,) * len(widths))
+    def store(_, ref, values, begin, end, *widths):
+        i64 = ir.IntegerType.get_signless(64)
+        warp, lane = _warp_and_lane()
+        own_row = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
+        own_column = arith.extui(i64, arith.muli(arith.remui(lane, _i32(4)), _i32(2)))
+        pitch = ref.type.get_strides_and_offset()[0][0]
+        base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(ref))
+        pairs = values.registers.reshape(columns // 8, 2)  # two columns each, of the own row and of the 8th after it
+        for half in range(2):
+            row = arith.addi(own_row, _i32(8 * half))
+            inside = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
+                arith.cmpi(arith.CmpIPredicate.slt, row, end.registers.item()),
+            )
+            offset = arith.addi(
+                arith.muli(arith.extui(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, pitch))), own_column
+            )
+            place = mgpu.utils.getelementptr(base, [offset], ir.F32Type.get())
+            for chunk in range(0, columns, 64):
+                there = inside
+                for limit in widths:
+                    within = arith.cmpi(arith.CmpIPredicate.sgt, limit.registers.item(), _i32(chunk))
+                    there = arith.andi(inside, within)
+                with ir.InsertionPoint(scf.IfOp(there).then_block):
+                    for n in range(chunk // 8, chunk // 8 + 8):
+                        llvm.store(pairs[n, half], mgpu.utils.getelementptr(place, [8 * n], ir.F32Type.get()))
+                    scf.yield_([])
+
+    store(ref, values, begin, end, *widths)
+
+
+def zeros(shape: tuple[int, ...]) -> jax.Array:
+    """float32, in the layout of wgmma's accumulators."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACC)
 
 
 def scale_rows(values: jax.Array, factors: jax.Array) -> jax.Array:

@@ -23,14 +23,20 @@ class TestMosaicGPU(MLATests):
         "dtype": "bfloat16",
     }
     dtypes = ("bfloat16",)
-    page_sizes = (1, 4, 8, 16, 48, 64, 128, 544)
-    latents = ((512, 64),)
+    latents = ((512, 64), (512, 0))
     window = soft_cap = False
 
     @pytest.fixture(autouse=True)
     def hopper(self):
         if jax.devices()[0].compute_capability != "9.0":
             pytest.skip("needs compute capability 9.0")
+
+    @pytest.mark.parametrize("latent, rope", latents)
+    @pytest.mark.parametrize("page_size", [1, 4, 8, 48, 128, 544])
+    def test_every_way_to_copy_a_page(self, page_size, latent, rope):
+        """Row by row, in pieces, and whole."""
+        sizes = {"page_size": page_size, "kv_lora_rank": latent, "qk_rope_head_dim": rope, "layout": "packed"}
+        self.check(self.batch(14, **sizes))
 
     def test_scale_and_large_scores(self):
         """Scores of hundreds neither overflow nor lose the softmax: its weights are then 0 and 1."""
@@ -50,10 +56,17 @@ class TestFewRows(TestMosaicGPU):
 
     @pytest.fixture(autouse=True)
     def streams(self, monkeypatch):
+        """What has few rows does go to the kernel for few."""
         plans, plan = [], mosaic_gpu._plan
-        monkeypatch.setattr(mosaic_gpu, "_plan", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
+
+        def recorded(metadata, *arguments, **options):
+            made = plan(metadata, *arguments, **options)
+            plans.append((made.heads * metadata.max_q_len, made))
+            return made
+
+        monkeypatch.setattr(mosaic_gpu, "_plan", recorded)
         yield
-        assert all(plan.streams for plan in plans if plan.heads == 8 and not plan.invariant)
+        assert all(made.streams for rows, made in plans if rows <= 64 and not made.invariant)
 
 
 class TestTurned(TestFewRows):

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-HEADS, RANK, LANES = 8, 256, 3  # few thread blocks: each joins several rows, one after the other
+HEADS, RANK = 8, 256
 # Pieces of a split: full batches of loads, the last of them short or not, and nothing but a short one.
 PIECES = (4, 33, 2, 17, 8, 5, 16)
 ROWS = (8, 8, 5, 8, 1, 8, 8)
 
 
-def work(invariant: bool, untouched: int):
+def work(invariant: bool, untouched: int, lanes: int):
     """A plan of a split for each of ``PIECES`` and some rows that nothing is split of, and its list."""
     from mla_attn.pallas_kernels.schedule import SPLIT, Plan
 
     batch = len(PIECES) + untouched
-    plan = Plan(batch, batch * HEADS, HEADS, HEADS, LANES, 1024, combine_all=True, invariant=invariant)
+    plan = Plan(batch, batch * HEADS, HEADS, HEADS, lanes, 1024, combine_all=True, invariant=invariant)
     numbers, first = np.zeros(plan.size, np.int32), 0
     numbers[:2] = 0, len(PIECES)
     for n, (pieces, rows) in enumerate(zip(PIECES, ROWS, strict=True)):
@@ -47,12 +47,12 @@ def expected(plan, numbers, partial, partial_lse, out, lse):
     return out, lse, splits
 
 
-def check(invariant: bool, untouched: int) -> None:
+def check(invariant: bool, untouched: int, lanes: int) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
 
-    plan, numbers = work(invariant, untouched)
+    plan, numbers = work(invariant, untouched, lanes)
     rng = np.random.default_rng(0)
     partial = rng.standard_normal((sum(PIECES), HEADS, RANK), np.float32)
     partial_lse = 20 * rng.standard_normal((sum(PIECES), HEADS)).astype(np.float32)
@@ -61,7 +61,7 @@ def check(invariant: bool, untouched: int) -> None:
     before = rng.standard_normal((plan.num_rows, RANK), np.float32), rng.standard_normal(plan.num_rows, np.float32)
     want, want_lse, splits = expected(plan, numbers, partial, partial_lse, *before)
     arrays = map(jnp.asarray, (numbers, partial, partial_lse, *before))
-    got, got_lse = combine(*arrays, plan=plan, interpret=plgpu.InterpretGPUParams())
+    got, got_lse = combine(*arrays, plan=plan, interpret=plgpu.InterpretGPUParams(detect_races=True))
     np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_allclose(got_lse, want_lse, rtol=1e-5, atol=1e-5)
     touched = np.concatenate([np.arange(row, row + rows) for row, _, _, rows in splits])
@@ -70,12 +70,19 @@ def check(invariant: bool, untouched: int) -> None:
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("untouched", [0, 2])
-def test_splits_are_joined_and_nothing_else_is_touched(invariant, untouched):
-    arguments = [sys.executable, __file__, str(int(invariant)), str(untouched)]
+@pytest.mark.parametrize(
+    "untouched, lanes",
+    [
+        (2, 3),  # few thread blocks: each joins several rows, one after the other
+        (0, 24),  # many: two share a row
+    ],
+)
+def test_splits_are_joined_and_nothing_else_is_touched(invariant, untouched, lanes):
+    arguments = [sys.executable, __file__, *(str(int(a)) for a in (invariant, untouched, lanes))]
     environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+    assert "RACE DETECTED" not in ran.stdout
 
 
 if __name__ == "__main__":
@@ -84,4 +91,4 @@ if __name__ == "__main__":
 
     sys.meta_path.insert(0, source_tree.PathFinder)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    check(bool(int(sys.argv[1])), int(sys.argv[2]))
+    check(bool(int(sys.argv[1])), *(int(a) for a in sys.argv[2:]))
