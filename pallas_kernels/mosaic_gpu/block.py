@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -57,6 +58,12 @@ class Block:
         self.piece = math.gcd(page, TILE)  # keys of one copy: they lie in one page, and in one tile
         self.gathers = self.piece % 8 != 0  # less than the swizzle's 8 rows: the warpgroup copies row by row
         self.log2_scale = call.scale * math.log2(math.e)
+
+    def scratch(self) -> dict:
+        raise NotImplementedError
+
+    def __call__(self, *refs, **smem) -> None:
+        raise NotImplementedError
 
     # Shared memory
 
@@ -266,6 +273,40 @@ class Block:
         else:
             for first in range(0, rows, STORE_ROWS):
                 pl.when(first < self.item["rows"])(functools.partial(copy, first, STORE_ROWS))
+
+
+def attend(body: Block, arrays, *, kernel_name: str, warpgroups: int, reduction_bytes: int = 0):
+    """Runs a kernel on every lane; ``(out, lse)`` and partial results, as ``mla_decode`` returns them.
+
+    Args:
+        body: called with references to ``arrays`` and to what it returns.
+        arrays: queries, their rope part, pages, page table, layer, work, tree; None for what is not there.
+        warpgroups: of a thread block.
+        reduction_bytes: of shared memory, for Pallas to reduce across warps.
+    """
+    plan, rows = body.plan, arrays[0].shape[0]
+    X, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            X((rows, body.rank), bf16),
+            X((rows,), f32),
+            X((plan.num_partials, plan.group_rows, body.rank), f32),
+            X((plan.num_partials, plan.group_rows), f32),
+        ),
+        grid=(plan.lanes,),
+        grid_names=("lane",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=body.scratch(),
+        # Each role waits for what it takes from the others.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=reduction_bytes, unsafe_no_auto_barriers=True
+        ),
+        kernel_name=kernel_name,
+    )
+    unused = jnp.zeros((1, 1), jnp.int32)
+    return kernel(*(unused if a is None else a for a in arrays))
 
 
 def opaque_zero():

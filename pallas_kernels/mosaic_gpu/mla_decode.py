@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from mla_attn.pallas_kernels.mosaic_gpu.block import START, Block, Call, opaque_zero
+from mla_attn.pallas_kernels.mosaic_gpu.block import START, Block, Call, attend, opaque_zero
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import ROW, fence_proxy, scale_rows, sync_warpgroup, zeros
 from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan
 
@@ -82,38 +82,22 @@ def mla_decode(
     Args:
         q_latent: packed rows (token, head).
         q_rope: their rope part; None where E is 0.
-        pages: the pool, all layers; P is a multiple of 8.
+        pages: the pool, all layers, pages of any size.
         page_table: ids within a layer; whatever they are, nothing outside ``pages`` is read.
         layer: layer of the pool.
         work: of ``schedule.work_list`` for ``plan``.
         tree: bit c % 32 of ``tree[c // 32, row]`` says whether the row sees key c of ``call.tree_keys``, as in a tree
-            mask; ``BLOCK_ROWS`` rows of anything follow the last. None without a tree.
+            mask; ``plan.group_rows`` rows of anything follow the last. None without a tree.
+
+    Raises:
+        ValueError: ``plan.group_rows`` is not 64.
     """
+    if plan.group_rows != BLOCK_ROWS:
+        raise ValueError(f"plan.group_rows={plan.group_rows} must be {BLOCK_ROWS}")
     rope = 0 if q_rope is None else q_rope.shape[1]
     body = _Body(call, plan, config, rank=q_latent.shape[1], rope=rope, page=pages.shape[1])
-    X, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
-    rows, rank = q_latent.shape
-    kernel = plgpu.kernel(
-        body,
-        out_type=(
-            X((rows, rank), bf16),
-            X((rows,), f32),
-            X((plan.num_partials, BLOCK_ROWS, rank), f32),
-            X((plan.num_partials, BLOCK_ROWS), f32),
-        ),
-        grid=(plan.lanes,),
-        grid_names=("lane",),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=body.scratch(),
-        # Barriers are where the diagram above needs them.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        kernel_name="mla_decode",
-    )
-    unused = jnp.zeros((1, 1), jnp.int32)
-    return kernel(
-        q_latent, unused if q_rope is None else q_rope, pages, page_table, layer, work, unused if tree is None else tree
-    )
+    arrays = (q_latent, q_rope, pages, page_table, layer, work, tree)
+    return attend(body, arrays, kernel_name="mla_decode", warpgroups=3)
 
 
 class _Body(Block):

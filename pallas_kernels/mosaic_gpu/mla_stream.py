@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from mla_attn.pallas_kernels.mosaic_gpu.block import PARTS, START, Block, Call, opaque_zero
+from mla_attn.pallas_kernels.mosaic_gpu.block import PARTS, START, Block, Call, attend, opaque_zero
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     ACC,
     fence_proxy,
@@ -62,35 +62,14 @@ def mla_stream(
     Float32[Array, "partials group_rows R"],
     Float32[Array, "partials group_rows"],
 ]:
-    """As ``mla_decode``, for ``plan.group_rows`` of 64 or any multiple of 8 up to 32."""
+    """As ``mla_decode``, for ``plan.group_rows`` of 64 or any multiple of 8 up to 32; ValueError for others."""
+    if plan.group_rows != 64 and (plan.group_rows > 32 or plan.group_rows % 8):
+        raise ValueError(f"plan.group_rows={plan.group_rows} must be 64, or a multiple of 8 up to 32")
     rope = 0 if q_rope is None else q_rope.shape[1]
     body = _Body(call, plan, rank=q_latent.shape[1], rope=rope, page=pages.shape[1])
-    X, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
-    rows, rank = q_latent.shape
-    kernel = plgpu.kernel(
-        body,
-        out_type=(
-            X((rows, rank), bf16),
-            X((rows,), f32),
-            X((plan.num_partials, plan.group_rows, rank), f32),
-            X((plan.num_partials, plan.group_rows), f32),
-        ),
-        grid=(plan.lanes,),
-        grid_names=("lane",),
-        num_threads=4,
-        thread_name="warpgroup",
-        scratch_types=body.scratch(),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=4096 if body.rows_axis else 0,
-            unsafe_no_auto_barriers=True,  # each role waits for what it takes from the others
-        ),
-        kernel_name="mla_stream",
-    )
-    unused = jnp.zeros((1, 1), jnp.int32)
-    return kernel(
-        q_latent, unused if q_rope is None else q_rope, pages, page_table, layer, work, unused if tree is None else tree
-    )
+    arrays = (q_latent, q_rope, pages, page_table, layer, work, tree)
+    scratch = 4096 if body.rows_axis else 0
+    return attend(body, arrays, kernel_name="mla_stream", warpgroups=4, reduction_bytes=scratch)
 
 
 class _Body(Block):
