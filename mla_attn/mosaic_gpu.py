@@ -12,6 +12,7 @@ from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, sound_reque
 COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
+_LEAST_SCALE = 1e-3  # what is masked must stay below the maximum of a row that sees nothing, once scaled
 _STREAM_ROWS = 64  # of a request: with no more, memory is the bound, and mla_stream's matter
 
 
@@ -29,6 +30,8 @@ def supports_mla(call) -> str | None:
         return f"window={spec.window}: must be None"
     if spec.soft_cap is not None:
         return f"soft_cap={spec.soft_cap}: must be None"
+    if spec.scale < _LEAST_SCALE:
+        return f"scale={spec.scale}: must be at least {_LEAST_SCALE}"
     return None
 
 

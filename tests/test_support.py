@@ -38,6 +38,7 @@ def test_supports_answers_for_any_call():
         ({**hopper, "kv_lora_rank": 384}, "384 + 64"),
         ({**hopper, "window": 128}, "window=128"),
         ({**hopper, "soft_cap": 3.0}, "soft_cap=3.0"),
+        ({**hopper, "scale": 1e-4}, "scale=0.0001"),
     ):
         assert reason in supports("mla_attention", **facts)["mosaic_gpu"]
     with pytest.raises(ValueError, match="must be one of"):
