@@ -206,6 +206,7 @@ def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(serve, "_model", lambda *_, **__: small_model())
