@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from checkpoints import V3
+from mla_attn.bench import replay as replaying
 from mla_attn.bench import serve, timing
 from mla_attn.bench.engines import BenchEngine, SimulatedEngine
-from mla_attn.bench.serve import Record, percentiles, replay
+from mla_attn.bench.replay import Record, replay
+from mla_attn.bench.serve import percentiles
 from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.cli import _parser, main
 from mla_attn.engine import Engine
@@ -127,7 +129,7 @@ class Clock:
 
 def test_replay_measures_from_the_arrival(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(serve, "time", clock)
+    monkeypatch.setattr(replaying, "time", clock)
     engine = FakeEngine(clock)
     requests = [Request(at, (1, 2), new, None) for at, new in ((0.0, 4), (0.05, 1), (1.0, 2))]
     found = replay(engine, requests, SamplingParams(seed=2**32 - 1, temperature=0.5), progress=False)
@@ -266,15 +268,15 @@ LOAD_OF_FEW = Load(requests=3, prompt_tokens=8, new_tokens=30, spread=0.0, seed=
 def test_the_profile_is_of_a_full_batch(monkeypatch, tmp_path_factory):
     engine, seen = small_engine(BenchEngine), []
     engine.limit = 3
-    monkeypatch.setattr(serve, "_PROFILED_STEPS", 4)
+    monkeypatch.setattr(replaying, "_PROFILED_STEPS", 4)
 
     def occupancy(run):
         seen.append((engine.statistics, run(), engine.statistics))
         return timing.Occupancy(span=2.0, busy=1.5, waited=0.1)
 
-    monkeypatch.setattr(serve.timing, "occupancy", occupancy)
+    monkeypatch.setattr(timing, "occupancy", occupancy)
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
-        found = serve.watch(engine, LOAD_OF_FEW, SamplingParams())
+        found = replaying.watch(engine, LOAD_OF_FEW, SamplingParams())
     assert found == {"steps": 4, "step_time": 0.5, "busy": 0.75, "waited": 0.05}
     ((before, _, after),) = seen
     assert (before.running, before.waiting, after.running) == (3, 3, 3) and after.new_tokens > before.new_tokens
@@ -286,7 +288,7 @@ def test_a_failing_profile_costs_a_figure_and_not_the_run(monkeypatch, tmp_path_
         raise RuntimeError("no kernels on these lines: none")
 
     monkeypatch.setattr(serve, "jax", SimpleNamespace(default_backend=lambda: "gpu"))
-    monkeypatch.setattr(serve.timing, "occupancy", occupancy)
+    monkeypatch.setattr(timing, "occupancy", occupancy)
     engine, said = small_engine(BenchEngine), []
     case = serve.Case(2, LOAD_OF_FEW, SamplingParams(), None)
     trace = make_trace(case.load, vocab_size=13, max_len=48)

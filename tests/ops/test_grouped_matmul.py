@@ -72,7 +72,7 @@ def test_all_else_is_left_to_xla(sizes):
 
 def test_a_misspelt_name(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "mosiac_gpu")
-    with pytest.raises(ValueError, match="mosiac_gpu.* must be one of"):
+    with pytest.raises(ValueError, match=r"mosiac_gpu.* must be one of"):
         lowered()
 
 

@@ -1,0 +1,192 @@
+"""A trace of requests replayed on an engine, what they saw of it, and what the device did meanwhile."""
+
+import collections
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from mla_attn.bench import timing
+from mla_attn.bench.engines import BenchEngine
+from mla_attn.bench.trace import Load, Request, make_trace
+from mla_attn.engine import Engine
+from mla_attn.requests import EngineStatistics, Output, SamplingParams
+
+_PROFILED_STEPS = 32
+_LONGEST_NAP = 0.01  # seconds; sleep() is exact to about a tenth of a millisecond, so short naps lose nothing
+
+
+@dataclasses.dataclass
+class Record:
+    """What a request saw; times in seconds after the replay's begin.
+
+    Attributes:
+        arrival: as the trace has it: what the engine keeps waiting before it is added, waits too.
+        prompt_tokens: of its prompt.
+        asked: tokens to generate.
+        new_tokens: tokens that came.
+        outputs: that brought them.
+        first: when the first came.
+        last: when the last came.
+        finish_reason: of its last ``Output``.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    asked: int
+    new_tokens: int = 0
+    outputs: int = 0
+    first: float | None = None
+    last: float | None = None
+    finish_reason: str | None = None
+
+    @property
+    def served(self) -> bool:
+        return self.new_tokens == self.asked
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first is None else self.first - self.arrival
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Mean between its tokens, None where there are fewer than two."""
+        if self.first is None or self.last is None or self.new_tokens < 2:
+            return None
+        return (self.last - self.first) / (self.new_tokens - 1)
+
+    @property
+    def latency(self) -> float | None:
+        return None if self.last is None else self.last - self.arrival
+
+    def add(self, output: Output, now: float) -> None:
+        if output.tokens:
+            self.first = now if self.first is None else self.first
+            self.last = now
+            self.new_tokens += len(output.tokens)
+            self.outputs += 1
+        self.finish_reason = output.finish_reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A trace served.
+
+    Attributes:
+        records: of each request, by arrival.
+        duration: seconds from the first arrival to the last token.
+        timeline: after every step: seconds, running and waiting requests.
+        most_pages: pages that requests held at most after a step.
+        prompt_rows: prompt rows computed, those of preempted requests again.
+        reused_rows: prompt rows found in the prefix cache instead, counted alike.
+        preemptions: times a running request had to give its pages back.
+        steps: of the engine.
+        step_seconds: inside them.
+        wait_seconds: of which waiting for the device.
+        statistics: the engine's, at the end; earlier replays count in it.
+    """
+
+    records: list[Record]
+    duration: float
+    timeline: list[tuple[float, int, int]]
+    most_pages: int
+    prompt_rows: int
+    reused_rows: int
+    preemptions: int
+    steps: int
+    step_seconds: float
+    wait_seconds: float
+    statistics: EngineStatistics
+
+
+def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, progress: bool = True) -> Replay:
+    """Serve a trace on an idle engine that is warm. Requests are added once their time has come, between steps.
+
+    Args:
+        engine: made for requests as long as the trace's, and for as many waiting ones.
+        trace: requests by arrival.
+        params: of all requests but for ``max_new_tokens``; the n-th request draws from this seed plus n.
+        progress: whether to show a bar of finished requests.
+    """
+    ahead, records, timeline, most_pages = collections.deque(enumerate(trace)), [], [], 0
+    before, begin = engine.statistics, time.perf_counter()
+
+    def note(record: Record, output: Output) -> None:
+        record.add(output, time.perf_counter() - begin)
+
+    with tqdm(total=len(trace), desc="serving", unit="request", disable=not progress, leave=False) as bar:
+        while ahead or engine.busy:
+            while ahead and ahead[0][1].arrival <= time.perf_counter() - begin:
+                number, request = ahead.popleft()
+                record = Record(request.arrival, len(request.prompt), request.new_tokens)
+                seed = (params.seed + number) % 2**32
+                own = dataclasses.replace(params, max_new_tokens=request.new_tokens, seed=seed)
+                engine.add_request(request.prompt, own, on_output=functools.partial(note, record))
+                records.append(record)
+            if not engine.busy:  # so the next arrival lies ahead
+                time.sleep(max(0.0, min(ahead[0][1].arrival - (time.perf_counter() - begin), _LONGEST_NAP)))
+                continue
+            outputs = engine.step()
+            now, statistics = time.perf_counter() - begin, engine.statistics
+            timeline.append((now, statistics.running, statistics.waiting))
+            most_pages = max(most_pages, statistics.pages_used)
+            bar.update(sum(output.finish_reason is not None for output in outputs))
+    duration = max((record.last for record in records if record.last is not None), default=0.0)
+    after = engine.statistics
+    return Replay(
+        records,
+        duration,
+        timeline,
+        most_pages,
+        prompt_rows=after.prompt_tokens - before.prompt_tokens,
+        reused_rows=after.reused_tokens - before.reused_tokens,
+        preemptions=after.preemptions - before.preemptions,
+        steps=after.steps - before.steps,
+        step_seconds=after.step_seconds - before.step_seconds,
+        wait_seconds=after.wait_seconds - before.wait_seconds,
+        statistics=after,
+    )
+
+
+def rehearse(engine: BenchEngine, load: Load, params: SamplingParams) -> None:
+    """Serve some requests like the load's but of other tokens: a program's first run takes longer than later ones."""
+    replay(engine, _twice_the_batch(engine, load, min(load.new_tokens, 16)), params, progress=False)
+
+
+def watch(engine: BenchEngine, load: Load, params: SamplingParams) -> dict[str, int | float]:
+    """A profile of some steps of an idle engine, with as many requests running as may and others waiting, if pages and
+    tokens last.
+
+    Returns:
+        ``steps`` seen, mean ``step_time`` in seconds, shares of the time: ``busy`` (a kernel ran) and ``waited`` (for
+        the host to launch one: gaps of more than ``timing.LONG_GAP``). Profiling slows the host, so a step takes longer
+        than it else would and ``waited`` is an upper bound.
+
+    Raises:
+        RuntimeError: the profile has no kernels.
+    """
+    trace = _twice_the_batch(engine, load, load.new_tokens)
+    ids = [
+        engine.add_request(request.prompt, dataclasses.replace(params, max_new_tokens=request.new_tokens))
+        for request in trace
+    ]
+    while (before := engine.statistics).waiting > len(ids) // 2:
+        engine.step()
+    try:
+        seen = timing.occupancy(lambda: [engine.step() for _ in range(_PROFILED_STEPS)])
+        steps = engine.statistics.steps - before.steps
+    finally:
+        for name in ids:
+            engine.cancel(name)
+        list(engine.run())
+    shares = {"busy": seen.busy / seen.span, "waited": seen.waited / seen.span}
+    return {"steps": steps, "step_time": seen.span / max(steps, 1), **shares}
+
+
+def _twice_the_batch(engine: BenchEngine, load: Load, new_tokens: int) -> tuple[Request, ...]:
+    few = {"requests": 2 * engine.most_running, "rate": math.inf, "new_tokens": new_tokens}
+    load = dataclasses.replace(load, **few, seed=load.seed + 1)
+    return make_trace(load, vocab_size=engine.model.config.vocab_size, max_len=engine.max_len)
