@@ -35,6 +35,7 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     fence_proxy,
     scale_rows,
     store_transposed,
+    store_vector,
     sync_warpgroup,
     zeros,
 )
@@ -201,7 +202,7 @@ class _Body(Block):
 
         @pl.when(slot >= 0)
         def _():
-            self.partial_lse.at[lax.max(slot, 0)][...] = lse
+            store_vector(self.partial_lse.at[lax.max(slot, 0)], lse, self.row_layout)
 
         @pl.when(slot < 0)
         def _():

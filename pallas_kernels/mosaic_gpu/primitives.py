@@ -122,6 +122,21 @@ def wait_for_gathers(in_flight: int) -> None:
     wait()
 
 
+def store_vector(ref, values: jax.Array, layout) -> None:
+    """``ref[...] = values`` in global memory, of any length: no whole cache lines asked for, as Pallas does.
+
+    Args:
+        ref: float32 [N].
+        values: float32 [N] in ``layout``; threads that hold the same number all write it.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def store(_, ref, values):
+        values.foreach(lambda value, at: memref.store(value, ref, at))
+
+    store(ref, values)
+
+
 def store_transposed(ref, values: jax.Array) -> None:
     """``ref[...] = values.T`` in global memory; 8 neighbours of a row lie together.
 
