@@ -13,7 +13,10 @@ COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
 _LEAST_SCALE = 1e-3  # what is masked must stay below the maximum of a row that sees nothing, once scaled
-_STREAM_ROWS = 64  # of a request: with no more, memory is the bound, and mla_stream's matter
+# Rows of a request up to which mla_stream serves it: where memory is the bound; and where there are so few keys that
+# most of the time is a thread block's begin and end, which smaller groups share out.
+_STREAM_ROWS, _STREAM_ROWS_OF_FEW_KEYS = 64, 128
+_TURNED_ROWS = 32  # of a group of mla_stream whose rows are the N of its products
 
 
 def supports_mla(call) -> str | None:
@@ -39,23 +42,30 @@ def _padded(heads: int) -> int:
     return -(-heads // _HEADS) * _HEADS
 
 
-def _stream_rows(rows: int) -> int:
-    """Of a group: few rows as they are, more as the 64 of a product."""
-    return rows if rows <= 32 else GROUP_ROWS
+def _group_rows(rows: int, *, few_keys: bool) -> int | None:
+    """Of mla_stream for requests of so many rows; None where they are mla_decode's."""
+    if rows <= _TURNED_ROWS:
+        return rows
+    if few_keys and rows <= _STREAM_ROWS_OF_FEW_KEYS:
+        return _TURNED_ROWS
+    return GROUP_ROWS if rows <= _STREAM_ROWS else None
 
 
 def _plan(metadata, spec, page_size: int, *, batch_invariant, out_dtype) -> Plan:
     heads = _padded(spec.num_heads)
     rows = heads * metadata.max_q_len  # of a request
-    streams = rows <= _STREAM_ROWS and not batch_invariant  # which promises the bits of one kernel for any rows
+    requests, lanes = metadata.q_lens.shape[0], current_device().cores
+    max_tiles = -(-metadata.page_table.shape[1] * page_size // TILE)
+    # batch_invariant promises the bits of one kernel for any rows.
+    group_rows = None if batch_invariant else _group_rows(rows, few_keys=requests * max_tiles <= lanes)
     return Plan(
-        num_requests=metadata.q_lens.shape[0],
+        num_requests=requests,
         num_rows=metadata.slots.shape[0] * heads,
         heads=heads,
-        group_rows=_stream_rows(rows) if streams else GROUP_ROWS,
-        streams=streams,
-        lanes=current_device().cores,
-        max_tiles=-(-metadata.page_table.shape[1] * page_size // TILE),
+        group_rows=group_rows or GROUP_ROWS,
+        streams=group_rows is not None,
+        lanes=lanes,
+        max_tiles=max_tiles,
         combine_all=out_dtype != jnp.bfloat16,  # only what the combine writes was not rounded to bfloat16 before
         invariant=batch_invariant,
     )

@@ -11,6 +11,7 @@ from mla_attn.ops import mla_attention, plan_mla
 CALLS = {
     "decode": {},
     "decode, 128 heads": {"heads": 128},
+    "decode, 128 heads, few keys": {"heads": 128, "kv_lens": [65, 300]},
     "decode, 64 heads": {"heads": 64},
     "decode, 20 heads": {"heads": 20},
     "decode, 24 heads": {"heads": 24},
@@ -79,7 +80,7 @@ NOTHING = {
 def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, **sizes):
     """``(plan, attend, arguments)``: functions of the arrays of a batch; ``attend`` takes what ``plan`` returns."""
     defaults = {
-        "kv_lens": [65, 300],
+        "kv_lens": [65, 8500],
         "q_lens": [1, 1],
         "heads": 16,
         "page_size": 64,

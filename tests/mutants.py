@@ -116,7 +116,8 @@ MUTANTS = (
     Mutant("the list of another call taken", MOSAIC, "if m.work_plan == (plan, causal):", "if m.work_plan is not None:", ADAPTER + "test_a_call_other_than_planned_makes_its_own_list"),
     Mutant("old list kept for new lengths", "mla_attn/ops/mla.py", "metadata = dataclasses.replace(metadata, work_plan=None)", "pass", ADAPTER + "test_lengths_replaced_are_planned_again"),
     Mutant("float32 results rounded to bfloat16", MOSAIC, "combine_all=out_dtype != jnp.bfloat16", "combine_all=False", ADAPTER + "test_results_wider_than_the_kernels_are_combined"),
-    Mutant("bits of two kernels promised to be one's", MOSAIC, "streams = rows <= _STREAM_ROWS and not batch_invariant", "streams = rows <= _STREAM_ROWS", ADAPTER + "test_which_kernel_and_how_many_rows"),
+    Mutant("bits of two kernels promised to be one's", MOSAIC, "None if batch_invariant else _group_rows(", "_group_rows(", ADAPTER + "test_which_kernel_and_how_many_rows"),
+    Mutant("few keys of one request taken for few keys of all", MOSAIC, "few_keys=requests * max_tiles <= lanes", "few_keys=max_tiles <= lanes", ADAPTER + "test_which_kernel_and_how_many_rows"),
     Mutant("a tree's rows of the neighbour", MOSAIC, "dtype=jnp.int32) - m.q_starts[owner]", "dtype=jnp.int32) - m.q_starts[owner] + 1", ADAPTER + "test_tree_words"),
     Mutant("a mask's last word forgotten", MOSAIC, "words = -(-keys // 32)", "words = max(keys // 32, 1)", ADAPTER + "test_tree_words"),
 )

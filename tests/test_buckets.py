@@ -235,7 +235,7 @@ def passes():
 
 def fresh_pool(passes, seed=0):
     """A pool of random rows."""
-    spec = nnx.merge(passes.graphdef, passes.state).attention_spec
+    spec = passes._model(passes.state).attention_spec
     pool = LatentPool.create(num_layers=2, num_pages=4 * W + 3, page_size=P, spec=spec, dtype=jnp.float32)
     data = np.random.default_rng(seed).standard_normal(pool.data.shape, np.float32)
     return dataclasses.replace(pool, data=jnp.asarray(data))

@@ -64,21 +64,27 @@ def test_results_wider_than_the_kernels_are_combined(lists):
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "invariant", "streams", "group_rows"),
+    ("heads", "rows", "keys", "invariant", "streams", "group_rows"),
     [
-        (128, 1, False, False, 64),
-        (16, 5, False, False, 64),
-        (16, 4, False, True, 64),
-        (40, 1, False, True, 64),
-        (16, 2, False, True, 32),
-        (20, 1, False, True, 24),
-        (1, 1, False, True, 8),
-        (16, 1, True, False, 64),  # whose bits are promised to be those of any mode
+        (128, 1, 8192, False, False, 64),
+        (16, 5, 8192, False, False, 64),
+        (16, 4, 8192, False, True, 64),
+        (40, 1, 8192, False, True, 64),
+        (16, 2, 8192, False, True, 32),
+        (20, 1, 8192, False, True, 24),
+        (1, 1, 8192, False, True, 8),
+        (128, 1, 4096, False, True, 32),  # tables of 66 tiles each: one for each multiprocessor
+        (128, 1, 4097, False, False, 64),
+        (40, 1, 4096, False, True, 32),
+        (128, 2, 4096, False, False, 64),
+        (16, 1, 8192, True, False, 64),  # whose bits are promised to be those of any mode
+        (16, 1, 300, True, False, 64),
     ],
 )
-def test_which_kernel_and_how_many_rows(heads, rows, invariant, streams, group_rows, lists):
-    """Calls bound by memory stream; a group is no larger than a request, up to the 32 or 64 rows of a product."""
-    plan, _, arguments = make(heads=heads, max_q_len=rows, batch_invariant=invariant)
+def test_which_kernel_and_how_many_rows(heads, rows, keys, invariant, streams, group_rows, lists):
+    """Calls bound by memory stream, in groups no larger than a request, up to the 32 or 64 rows of a product; and those
+    of few keys, in groups of 32."""
+    plan, _, arguments = make(heads=heads, max_q_len=rows, batch_invariant=invariant, kv_lens=[65, keys])
     with compiling_for(H200):
         plan(*arguments[:2])
     assert [(made.streams, made.group_rows) for made in lists] == [(streams, group_rows)]

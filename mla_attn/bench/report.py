@@ -10,7 +10,7 @@ def table(report: dict) -> str:
     """Markdown: machine and ceilings, then a row per shape and implementation, then what was not measured and why."""
     machine, configuration, (short, sustained, read) = report["machine"], report["configuration"], _ceilings(report)
     results, (prefix, unit) = _results(report), _unit(report)
-    columns = ["shape", "implementation", "kernel us", "kernels", "wall us", "host us"]
+    columns = ["shape", "implementation", "kernel us", "kernels", "wall us", "sustained us", "host us"]
     columns += [f"{prefix}B/s", f"{prefix}FLOP/s", "% of bound", "bound", "temp MiB"]
     rows = [columns, ["---"] * 2 + ["---:"] * (len(columns) - 2), *(_row(r, unit) for r in results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
@@ -24,7 +24,8 @@ def table(report: dict) -> str:
         *("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows),
         "",
         f"{prefix}B/s, {prefix}FLOP/s, % of bound: from the least bytes and operations of the shape, and from kernel "
-        "time, or wall time where that is unknown.",
+        "time, or wall time where that is unknown. Kernel and wall us: of short runs after a rest; sustained: wall us "
+        "of calls back to back, once a power limit has lowered the clocks.",
     ]
     notes = [f"{r.shape}, {r.implementation}: {r.status}: {r.reason}" for r in results if r.status != "ok"]
     notes += dict.fromkeys(f"no kernel time: {r.kernel_reason}" for r in results if r.kernel_reason)
@@ -51,7 +52,8 @@ def _row(r: Result, unit: float) -> list[str]:
         rates = [r.bytes / r.seconds / unit, r.flops / r.seconds / unit, r.bound_us / r.seconds * 1e-4]
     temp = None if r.temp_bytes is None else r.temp_bytes / 2**20
     wall = _number(r.wall_us) if r.status == "ok" else r.status
-    numbers = [_number(r.kernel_us), _number(launches), wall, _number(r.host_us), *map(_number, rates)]
+    numbers = [_number(r.kernel_us), _number(launches), wall, _number(r.sustained_us), _number(r.host_us)]
+    numbers += map(_number, rates)
     return [r.shape, r.implementation, *numbers, r.bound, _number(temp)]
 
 

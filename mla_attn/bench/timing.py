@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 CHAIN_CALLS = 21
+REST = 0.3  # seconds
 LONG_GAP = 20e-6  # seconds; kernels of a program follow each other within 5e-6
 _HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
@@ -53,6 +54,20 @@ def chain_seconds(compiled, args, calls: int, burst: int) -> float:
         q_latent, _ = compiled(q_latent, *others)
     jax.block_until_ready(q_latent)
     return (time.perf_counter() - start) / (burst * calls)
+
+
+def rest() -> None:
+    """Lets a GPU cool its power limit: after 50 to 150 ms at full load it lowers its clocks, by up to a sixth."""
+    if jax.default_backend() == "gpu":
+        time.sleep(REST)
+
+
+def sustained_seconds(compiled, args, calls: int, seconds: float) -> float:
+    """Wall seconds of one call in chains run back to back, the median of the later half of ``seconds``."""
+    begin, rounds = time.perf_counter(), []
+    while time.perf_counter() - begin < seconds:
+        rounds.append(chain_seconds(compiled, args, calls, 1))
+    return statistics.median(rounds[len(rounds) // 2 :])
 
 
 def dispatch_seconds(compiled, args, repeats: int) -> float:

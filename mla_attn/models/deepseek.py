@@ -24,6 +24,7 @@ from mla_attn.specs import MLASpec
 EXPANDED_MODES = ("prefill", "extend")  # attend over per-head keys and values
 ABSORBED_MODES = ("decode", "target_verify", "draft_extend", "draft_decode")  # attend over the latent itself
 DTYPES = ("bfloat16", "float32")
+_LEAST_ROWS = 8  # of a product
 
 
 class DeepseekForCausalLM(nnx.Module):
@@ -405,6 +406,11 @@ def _precision(x: Array) -> jax.lax.Precision:
 
 def _dot(x, kernel):
     """Product over the last axis of ``x`` and the first of ``kernel``, in float32."""
+    if x.size == x.shape[-1]:
+        # XLA makes a multiplication and a sum of one row times a matrix, and on GPUs writes the numbers in between to
+        # memory, in float32. Zeros beside the row keep it a product.
+        rows = jnp.pad(x.reshape(1, -1), ((0, _LEAST_ROWS - 1), (0, 0)))
+        return _dot(rows, kernel)[:1].reshape(*x.shape[:-1], -1)
     return jnp.matmul(x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
 
 

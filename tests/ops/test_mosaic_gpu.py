@@ -26,10 +26,16 @@ class TestMosaicGPU(MLATests):
     latents = ((512, 64), (512, 0))
     window = soft_cap = False
 
+    @staticmethod
+    def group_rows(rows: int, *, few_keys: bool) -> int | None:
+        """Of mla_stream for requests of so many rows, in place of the choice by speed; None for mla_decode."""
+        return None
+
     @pytest.fixture(autouse=True)
-    def hopper(self):
+    def hopper(self, monkeypatch):
         if jax.devices()[0].compute_capability != "9.0":
             pytest.skip("needs compute capability 9.0")
+        monkeypatch.setattr(mosaic_gpu, "_group_rows", self.group_rows)
 
     @pytest.mark.parametrize("latent, rope", latents)
     @pytest.mark.parametrize("page_size", [1, 4, 8, 48, 128, 544])
@@ -50,33 +56,23 @@ class TestMosaicGPU(MLATests):
 
 
 class TestFewRows(TestMosaicGPU):
-    """At most 64 rows a request: 48 in the shared tests, of 6 query tokens."""
+    """Groups of 64 rows of mla_stream: the 48 of a request in the shared tests, of 6 query tokens."""
 
     sizes: ClassVar[dict] = {**TestMosaicGPU.sizes, "heads": 5}
 
-    @pytest.fixture(autouse=True)
-    def streams(self, monkeypatch):
-        """What has few rows does go to the kernel for few."""
-        plans, plan = [], mosaic_gpu._plan
-
-        def recorded(metadata, *arguments, **options):
-            made = plan(metadata, *arguments, **options)
-            plans.append((made.heads * metadata.max_q_len, made))
-            return made
-
-        monkeypatch.setattr(mosaic_gpu, "_plan", recorded)
-        yield
-        assert all(made.streams for rows, made in plans if rows <= 64 and not made.invariant)
+    @staticmethod
+    def group_rows(rows: int, *, few_keys: bool) -> int | None:
+        return 64 if rows <= 64 else None
 
 
 class TestTurned(TestFewRows):
     """At most 32 rows a group, where products have keys first; here the 48 of a request are two groups."""
 
-    @pytest.fixture(autouse=True)
-    def groups(self, monkeypatch):
-        monkeypatch.setattr(mosaic_gpu, "_stream_rows", lambda rows: min(rows, 32))
+    @staticmethod
+    def group_rows(rows: int, *, few_keys: bool) -> int | None:
+        return min(rows, 32) if rows <= 128 else None
 
-    @pytest.mark.parametrize("heads", [8, 16, 24, 32])
+    @pytest.mark.parametrize("heads", [8, 16, 24, 32, 128])
     def test_decode(self, heads):
         """As many rows as heads, on every kind of page."""
         sizes = {"kv_lens": [0, 1, 63, 64, 65, 1000, 130, 5000], "q_lens": [1] * 8, "max_q_len": 1, "most": 5000}
