@@ -17,11 +17,13 @@ sys.meta_path.insert(0, source_tree.PathFinder)  # annotations are checked by th
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import topologies
 
 from checkpoints import V3
-from footprint import LARGE, PASSES, PROGRAMS, SMALL, Footprint, footprint, lower, lower_pass
+from footprint import LARGE, PASSES, PROGRAMS, SMALL, Footprint, footprint, lower, lower_pass, place
 from mla_attn.models import load_checkpoint
+from mla_attn.models.deepseek import Linear
 
 TARGET = Path(__file__).parent / "h200.txtpb"
 
@@ -39,13 +41,23 @@ def main(group: str) -> dict[str, list[Footprint] | str]:
         model = load_checkpoint(V3, dtype=jnp.bfloat16)
         return {name: _attempt(_of_pass, name, model, device) for name in PASSES}
     sizes = [dataclasses.replace(s, dtype=group) for s in (SMALL, LARGE)]
-    return {name: _attempt(_of_program, name, sizes, device) for name in (*PROGRAMS, *CUDA_MISTAKES)}
+    found = {name: _attempt(_of_program, name, sizes, device) for name in (*PROGRAMS, *CUDA_MISTAKES)}
+    return found | {"one_row": _attempt(_of_one_row, jnp.dtype(group), device)}
 
 
 def _of_program(name, sizes, device) -> list[Footprint]:
     """For each of the sizes; the largest alone for a mistake."""
     sizes = sizes if name in PROGRAMS else sizes[-1:]
     return [footprint(lower(name, s, device), s.layer_bytes, **OPTIONS) for s in sizes]
+
+
+def _of_one_row(dtype, device) -> list[Footprint]:
+    """A row through a layer of the model; "layer" is its kernel."""
+    linear = nnx.eval_shape(lambda: Linear(2048, 2048, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(linear)
+    shapes = place((state, jax.ShapeDtypeStruct((1, 2048), dtype)), device)
+    lowered = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)).lower(*shapes)
+    return [footprint(lowered, 2048 * 2048 * dtype.itemsize, **OPTIONS)]
 
 
 def _of_pass(name, model, device) -> list[Footprint]:

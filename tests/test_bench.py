@@ -218,9 +218,27 @@ def test_a_failure_does_not_stop_the_others(monkeypatch, capsys):
 
 def test_a_profile_without_kernels_costs_a_column_and_not_the_run(monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "REST", 0.0)
     (result,) = bench(capsys, "--shape", SHAPE, "--implementation", "xla")["results"]
     assert result["kernel_us"] is None and "0 kernels for 10 calls" in result["kernel_reason"]
-    assert result["wall_us"] > 0 and result["host_us"] > 0
+    assert result["wall_us"] > 0 and result["host_us"] > 0 and result["sustained_us"] > 0
+
+
+def test_kernel_time_is_the_median_of_profiles_of_a_rested_device(monkeypatch, capsys):
+    profiles = iter([5e-6, 9e-6, 1e-6])
+    rests = []
+
+    def kernel_seconds(run, calls):
+        assert len(rests) == rested + 1  # once more for each profile
+        rests.pop()
+        return {"mla": (1.0, next(profiles)), "combine": (1.0, 1e-6)}
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "rest", lambda: rests.append(None))
+    monkeypatch.setattr(timing, "kernel_seconds", kernel_seconds)
+    rested = 3  # before each of the timed bursts
+    (result,) = bench(capsys, "--shape", SHAPE, "--implementation", "xla", "--repeats", "3")["results"]
+    assert result["kernel_us"] == pytest.approx(6) and result["kernels"]["mla"] == [1.0, pytest.approx(5)]
 
 
 def test_table_and_picture(capsys, tmp_path):
@@ -231,7 +249,7 @@ def test_table_and_picture(capsys, tmp_path):
     assert main(["bench", *SMALL, *options]) == 0
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
-    assert rows[0][:2] == ["shape", "implementation"] and {len(row) for row in rows} == {11}
+    assert rows[0][:2] == ["shape", "implementation"] and {len(row) for row in rows} == {12}
     assert rows[2][4] == "refused" and "triton: refused: " in printed
     assert rows[3][:4] == [SHAPE, "dense-gather", "-", "-"] and float(rows[3][4]) > 0
     assert picture.read_bytes().startswith(b"\x89PNG")

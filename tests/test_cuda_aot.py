@@ -31,6 +31,13 @@ def test_scratch_depends_neither_on_the_pool_nor_on_the_width_of_the_table(name,
     assert_in_place(*footprints(dtype, name))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_times_a_matrix_is_a_product(dtype):
+    """Not all their products, which are then summed up."""
+    [found] = footprints(dtype, "one_row")
+    assert found.temp < found.layer / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PASSES)
 def test_whole_models_hold_one_pool(name):

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import functools
+import math
 import os
 import platform
 import statistics
@@ -69,7 +70,8 @@ class _Candidate:
     arguments: tuple
     compiled: Callable
     chained: Callable
-    burst: int
+    calls: int  # of a chain
+    burst: int  # chains
     wall: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -148,7 +150,7 @@ def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: i
     for turn in range(repeats):
         for c in candidates if turn % 2 == 0 else candidates[::-1]:
             timing.rest()
-            c.wall.append(timing.chain_seconds(c.chained, c.arguments, c.result.chain_calls, c.burst) * 1e6)
+            c.wall.append(timing.chain_seconds(c.chained, c.arguments, c.calls, c.burst) * 1e6)
     for c in candidates:
         _finish(problem, c, repeats)
         kernel = "" if c.result.kernel_us is None else f"{c.result.kernel_us:.1f} us of kernels, "
@@ -193,7 +195,7 @@ def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> 
     chained = jax.jit(timing.chain(call, calls, layers, unroll=unroll)).lower(*arguments).compile()
     timing.chain_seconds(chained, arguments, calls, 1)
     limit = _CHAIN_SECONDS if jax.default_backend() == "cpu" else _BURST_SECONDS
-    return _Candidate(result, arguments, compiled, chained, burst=max(1, min(5, int(limit / (calls * once)))))
+    return _Candidate(result, arguments, compiled, chained, calls, burst=max(1, min(5, int(limit / (calls * once)))))
 
 
 def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
@@ -210,7 +212,9 @@ def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
         result.kernel_us = sum(us for _, us in result.kernels.values())
     except Exception as error:  # a failing profiler costs a column, not the run
         result.kernel_reason = f"{type(error).__name__}: {error}"
-    chained = candidate.chained, candidate.arguments, result.chain_calls
+    # Bursts as long as this hide the host's part in them.
+    burst = math.ceil(1e6 * _BURST_SECONDS / (result.wall_us * candidate.calls))
+    chained = candidate.chained, candidate.arguments, candidate.calls, burst
     result.sustained_us = timing.sustained_seconds(*chained, _SUSTAINED_SECONDS) * 1e6
 
 

@@ -62,12 +62,12 @@ def rest() -> None:
         time.sleep(REST)
 
 
-def sustained_seconds(compiled, args, calls: int, seconds: float) -> float:
-    """Wall seconds of one call in chains run back to back, the median of the later half of ``seconds``."""
-    begin, rounds = time.perf_counter(), []
+def sustained_seconds(compiled, args, calls: int, burst: int, seconds: float) -> float:
+    """Wall seconds of one call in bursts of chains run for so many seconds: the median of the later half."""
+    begin, bursts = time.perf_counter(), []
     while time.perf_counter() - begin < seconds:
-        rounds.append(chain_seconds(compiled, args, calls, 1))
-    return statistics.median(rounds[len(rounds) // 2 :])
+        bursts.append(chain_seconds(compiled, args, calls, burst))
+    return statistics.median(bursts[len(bursts) // 2 :])
 
 
 def dispatch_seconds(compiled, args, repeats: int) -> float:
