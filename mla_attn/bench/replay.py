@@ -162,8 +162,9 @@ def watch(engine: BenchEngine, load: Load, params: SamplingParams) -> dict[str, 
 
     Returns:
         ``steps`` seen, mean ``step_time`` in seconds, shares of the time: ``busy`` (a kernel ran) and ``waited`` (for
-        the host to launch one: gaps of more than ``timing.LONG_GAP``). Profiling slows the host, so a step takes longer
-        than it else would and ``waited`` is an upper bound.
+        the host to launch one: gaps of more than ``timing.LONG_GAP``). Profiling slows the host, for XLA then launches
+        kernel by kernel, without its command buffers: a step takes longer than it else would and ``waited`` is an upper
+        bound.
 
     Raises:
         RuntimeError: the profile has no kernels.
