@@ -57,7 +57,7 @@ def chain_seconds(compiled, args, calls: int, burst: int) -> float:
 
 
 def rest() -> None:
-    """Lets a GPU cool its power limit: after 50 to 150 ms at full load it lowers its clocks, by up to a sixth."""
+    """Lets a GPU recover from its power limit, which after 100 ms at full load lowers the clocks."""
     if jax.default_backend() == "gpu":
         time.sleep(REST)
 

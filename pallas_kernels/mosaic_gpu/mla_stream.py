@@ -1,6 +1,6 @@
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
 # (JAX's annotations of its own plgpu.ACC and transforms.)
-"""Absorbed MLA over a paged bf16 cache where memory is the bound: at most 64 rows a request. Compute capability 9.0.
+"""Absorbed MLA over a paged bf16 cache where memory is the bound, or keys are few. Compute capability 9.0.
 
 A thread block takes its items of the work list one after the other: the rows of a request and some tiles of 64 keys,
 one tile at a time, so that the first and the last take little time. Four warpgroups:
