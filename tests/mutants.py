@@ -118,6 +118,7 @@ MUTANTS = (
     Mutant("float32 results rounded to bfloat16", MOSAIC, "combine_all=out_dtype != jnp.bfloat16", "combine_all=False", ADAPTER + "test_results_wider_than_the_kernels_are_combined"),
     Mutant("bits of two kernels promised to be one's", MOSAIC, "None if batch_invariant else _group_rows(", "_group_rows(", ADAPTER + "test_which_kernel_and_how_many_rows"),
     Mutant("few keys of one request taken for few keys of all", MOSAIC, "few_keys=requests * max_tiles <= lanes", "few_keys=max_tiles <= lanes", ADAPTER + "test_which_kernel_and_how_many_rows"),
+    Mutant("weights in containers of Flax", "mla_attn/passes.py", "self.state = tuple(leaves)", "self.state = state", "tests/test_buckets.py::test_weights_are_a_plain_tuple_of_arrays"),
     Mutant("the fastest profile for the median", "mla_attn/bench/run.py", "[repeats // 2]", "[0]", "tests/test_bench.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
     Mutant("profiles of a hot device", "mla_attn/bench/run.py", "        timing.rest()\n        profiles", "        profiles", "tests/test_bench.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
     Mutant("a tree's rows of the neighbour", MOSAIC, "dtype=jnp.int32) - m.q_starts[owner]", "dtype=jnp.int32) - m.q_starts[owner] + 1", ADAPTER + "test_tree_words"),

@@ -90,7 +90,8 @@ def test_speculation_for_one_prompt(call):
     result = json.loads(out)
     assert [request["tokens"] for request in result["requests"]] == [GREEDY[:32]]
     stats = result["stats"]
-    assert 1 < stats["acceptance_length"] <= 4
+    accepted = stats["acceptance_length"]  # 1 if no draft ever is, 4 if all three always are
+    assert accepted > 1 and accepted <= 4
     # One pass may be launched before the last token is read.
     assert 31 / stats["acceptance_length"] in (stats["target_steps"], stats["target_steps"] - 1)
     assert stats["compiles_after_warm_up"] == 0

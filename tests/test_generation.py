@@ -372,7 +372,8 @@ def test_stop_tokens(num_drafts):
     assert recording.tokens == [cut(tokens, stop_tokens) for tokens in greedy]
     elsewhere, amid, first = map(len, recording.tokens)
     assert first == 1
-    assert 1 < amid != elsewhere > 1
+    # Otherwise the prompts show nothing: these two must stop later than the first, each at a place of its own.
+    assert amid > 1 and elsewhere > 1 and amid != elsewhere
     check_stream(recording, 3)
     statistics = recording.statistics
     assert (statistics.prompt_tokens, statistics.new_tokens) == (300 + 41 + 121, elsewhere + amid + first)
