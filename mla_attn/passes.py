@@ -17,6 +17,7 @@ from mla_attn import metadata as md
 from mla_attn.buckets import Buckets
 from mla_attn.cache import LatentPool, move_rows
 from mla_attn.models.deepseek import DeepseekForCausalLM
+from mla_attn.ops import plan_mla
 from mla_attn.sampling import sample
 from mla_attn.speculative import DraftTree, accept_tree, path_moves, top_drafts
 
@@ -120,11 +121,18 @@ class Passes:
         def prompt(state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
             """Prompt parts: the token after each request's last row, and all hidden states."""
             model, m = self._model(state), self._prompt_metadata(x)
-            hidden, pool = self._run(model, x["tokens"], pool, m, mode=mode)
+            attend = "draft_extend" if self._has_absorbed_kernel(model, pool, m) else mode
+            hidden, pool = self._run(model, x["tokens"], pool, m, mode=attend)
             tokens = self._pick(model.logits(_last(hidden, m)), x["seq_lens"] - 1, x)
             return {"hidden": hidden, "tokens": tokens, "lens": x["seq_lens"]}, pool
 
         return prompt
+
+    def _has_absorbed_kernel(self, model, pool: LatentPool, m: md.AttentionMetadata) -> bool:
+        """Absorbed, prompts take some three times the operations of expanded keys and values; but those go through XLA,
+        with loops over keys whose ends the host must wait for."""
+        planned = plan_mla(m, pool, model.attention_spec, out_dtype=self._dtype, implementation=self._implementation)
+        return planned.work is not None
 
     def _draft_prefill(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
         """Prompt parts through the draft layer: the first draft. A last row takes the token sampled after it if its

@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import helpers
+from checkpoints import small_config
 from kernel_calls import make
 from mla_attn import mosaic_gpu
+from mla_attn.cache import LatentPool
 from mla_attn.dispatch import H200, compiling_for
+from mla_attn.models import DeepseekForCausalLM
 from mla_attn.ops import plan_mla
+from mla_attn.passes import Passes, Shapes
 
 
 @pytest.fixture
@@ -129,3 +134,17 @@ def test_lengths_replaced_are_planned_again(lists):
         second = plan(pool, longer)
     assert len(lists) == 2
     assert (first.work != second.work).any()
+
+
+@pytest.mark.parametrize("mode", ["prefill", "extend"])
+@pytest.mark.parametrize(("dtype", "absorbed"), [(jnp.bfloat16, True), (jnp.float32, False)])
+def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, absorbed):
+    """Expanded, they go through XLA, in loops over keys."""
+    config = dataclasses.replace(small_config(32), kv_lora_rank=512, qk_rope_head_dim=64)
+    with compiling_for(H200):
+        model = DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
+        passes = Passes(model, Shapes((2,), (16,), table_width=4, page_size=64, max_len=256, chunked=True))
+        pool = LatentPool.create(num_layers=1, num_pages=8, page_size=64, spec=model.attention_spec, dtype=dtype)
+        buckets = getattr(passes, mode)
+        text = str(jax.make_jaxpr(buckets._jitted)(passes.state, pool, buckets._rungs[0]))
+    assert ("mla_combine" in text) == absorbed

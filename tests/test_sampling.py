@@ -124,3 +124,11 @@ def test_the_edges_of_float32():
     """A top_p that is 0 in float32 leaves the likeliest token, and so does a temperature of almost nothing."""
     assert (drawn(top_p=1e-46) == LOGITS.argmax()).all()
     assert (drawn(temperature=1e-38) == LOGITS.argmax()).all()
+
+
+def test_nothing_keeps_it_out_of_command_buffers():
+    """A sort would, where XLA takes a library's; and a loop, for its length is read by the host."""
+    logits, positions = jnp.zeros((2, 1, 50)), jnp.zeros((2, 1), jnp.int32)
+    text = str(jax.make_jaxpr(draw)(logits, positions, options(2)))
+    assert "cond[" in text
+    assert not any(word in text for word in ("sort[", "while[", "top_k["))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from mla_attn.pallas_kernels.schedule import SPLIT, Plan
 
-_BATCH, _TAILS = 16, (4, 8, 16)  # pieces whose loads are in flight at a time; of the last batch no more than needed
+_BATCH, _TAILS = 16, (2, 4, 8, 16)  # pieces whose loads are in flight at a time; of the last batch no more than needed
 _INVARIANT_BATCH = 4
 _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 
