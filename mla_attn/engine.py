@@ -17,6 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mla_attn.buckets import backend_compiles, ladder, warm_up
@@ -157,7 +158,8 @@ class Engine:
         self._prompt_passes = {
             k: self.passes_class(model, dataclasses.replace(prompts, tree=k), **options) for k in kinds
         }
-        self._prompts_per_pass = prompts.batches[0]
+        self._prompts_per_pass, self._batches = prompts.batches[0], shapes.batches
+        self._draft_steps = {tree: _draft_steps(tree) for tree in self.speculation}
 
         self._pages = PageAllocator(num_pages, page_size, table_width=shapes.table_width)
         self._prefixes, self._keeps_prefixes = PrefixCache(self._pages), prefix_cache
@@ -535,9 +537,9 @@ class Engine:
         if kind is None:
             tokens, ahead = self._run(passes.decode, **shared)["tokens"], 1
         else:
-            for step, bucket in enumerate(passes.draft_decode):
-                drafted = np.int32(kind.level_starts[step + 1] - 1)
-                self._run(bucket, step=np.int32(step), num_drafted=drafted, **shared)
+            shared = self._placed(shared)
+            for bucket, step in zip(passes.draft_decode, self._draft_steps[kind], strict=True):
+                self._run(bucket, **step, **shared)
             out = self._run(passes.target_verify, **shared)
             verified = {name: out[name] for name in ("emitted", "num_emitted", "hidden")}
             self._run(passes.draft_extend, **verified, **shared)
@@ -551,6 +553,15 @@ class Engine:
     def _inputs(self, requests: list[_Request]) -> dict[str, np.ndarray]:
         slots = np.array([r.slot for r in requests], np.int32)
         return {"page_table": self._pages.table([r.id for r in requests]), "slots": slots}
+
+    def _placed(self, inputs: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Padded and on the device, once for all passes of a round of drafts."""
+        requests = len(inputs["slots"])
+        rows = next(size for size in self._batches if size >= requests)
+        padded = {name: np.zeros((rows, *array.shape[1:]), array.dtype) for name, array in inputs.items()}
+        for name, array in inputs.items():
+            padded[name][:requests] = array
+        return jax.device_put(padded)
 
     def _run(self, bucket, **inputs):
         outputs, self._device = bucket(self._state, self._device, inputs)
@@ -641,6 +652,14 @@ class Engine:
             buckets.append(self._prompt_passes[tree].draft_prefill)
             buckets += [*dict.fromkeys(passes.draft_decode), passes.target_verify, passes.draft_extend]
         return buckets
+
+
+def _draft_steps(tree: DraftTree) -> list[dict[str, jax.Array]]:
+    """What each ``draft_decode`` pass takes besides, on the device for good."""
+    return [
+        jax.device_put({"step": np.int32(step), "num_drafted": np.int32(tree.level_starts[step + 1] - 1)})
+        for step in range(tree.depth - 1)
+    ]
 
 
 def _mean(total: float | int, count: int) -> float | None:
