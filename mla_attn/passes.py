@@ -121,6 +121,7 @@ class Passes:
         def prompt(state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
             """Prompt parts: the token after each request's last row, and all hidden states."""
             model, m = self._model(state), self._prompt_metadata(x)
+            # The absorbed step that takes the same metadata.
             attend = "draft_extend" if self._has_absorbed_kernel(model, pool, m) else mode
             hidden, pool = self._run(model, x["tokens"], pool, m, mode=attend)
             tokens = self._pick(model.logits(_last(hidden, m)), x["seq_lens"] - 1, x)
@@ -129,10 +130,10 @@ class Passes:
         return prompt
 
     def _has_absorbed_kernel(self, model, pool: LatentPool, m: md.AttentionMetadata) -> bool:
-        """Absorbed, prompts take some three times the operations of expanded keys and values; but those go through XLA,
-        with loops over keys whose ends the host must wait for."""
+        """Whether a kernel serves these rows in the absorbed form. That takes about three times the operations of
+        expanded keys and values, but these go through XLA, in loops over keys whose ends the host must wait for."""
         planned = plan_mla(m, pool, model.attention_spec, out_dtype=self._dtype, implementation=self._implementation)
-        return planned.work is not None
+        return planned.work_plan is not None
 
     def _draft_prefill(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
         """Prompt parts through the draft layer: the first draft. A last row takes the token sampled after it if its

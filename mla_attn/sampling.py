@@ -26,7 +26,8 @@ def sample(
         positions: where each row stands; a row at p draws the token at p + 1.
         temperature: what logits are divided by; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens; 0 from all. Of equal logits at the edge all stay.
-        top_p: then draw from the fewest likeliest tokens whose probability reaches p (arXiv:1904.09751); 1 from all.
+        top_p: then draw from the fewest likeliest tokens whose probability, as a share of those that stay, reaches p
+            (arXiv:1904.09751); 1 from all.
         seed: of each request's random numbers.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -59,17 +60,18 @@ def _narrow(logits, top_k, top_p):
 
 
 def _ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """The bits of float32 numbers, so changed that they compare as the numbers do."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    """The bits of float32 numbers, so changed that they compare as the numbers do (NaN apart)."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 equals 0.0
     return jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits | jnp.int32(-(2**31))), jnp.uint32)
 
 
 def _least_kept(
     keys: UInt32[Array, "B S vocab"], masses: Float[Array, "B S vocab"], wanted: Float[Array, "B #S"]
 ) -> UInt32[Array, "B S"]:
-    """The greatest key at and above which the masses reach what is wanted, found four bits at a time; 0 if all do not.
+    """The greatest key at and above which the masses reach what is wanted, found four bits at a time; 0 if even all
+    of them together do not.
 
-    Sorting takes no longer, but XLA (jaxlib 0.11.2) does it by a library call for some shapes. That keeps the
+    Sorting takes about as long, but XLA (jaxlib 0.11.2) does it by a library call for some shapes. That keeps the
     conditional around it out of command buffers, and the host waits for the whole pass to learn which branch to take.
     """
     least, digits = jnp.zeros(keys.shape[:-1], jnp.uint32), jnp.arange(1, 16, dtype=jnp.uint32)[None, None]

@@ -137,14 +137,18 @@ def test_lengths_replaced_are_planned_again(lists):
 
 
 @pytest.mark.parametrize("mode", ["prefill", "extend"])
-@pytest.mark.parametrize(("dtype", "absorbed"), [(jnp.bfloat16, True), (jnp.float32, False)])
-def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, absorbed):
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "absorbed"),
+    [(jnp.bfloat16, None, True), (jnp.bfloat16, "xla", False), (jnp.float32, None, False)],
+)
+def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, implementation, absorbed):
     """Expanded, they go through XLA, in loops over keys."""
     config = dataclasses.replace(small_config(32), kv_lora_rank=512, qk_rope_head_dim=64)
     with compiling_for(H200):
         model = DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
-        passes = Passes(model, Shapes((2,), (16,), table_width=4, page_size=64, max_len=256, chunked=True))
+        shapes = Shapes((2,), (16,), table_width=4, page_size=64, max_len=256, chunked=True)
+        passes = Passes(model, shapes, implementation=implementation)
         pool = LatentPool.create(num_layers=1, num_pages=8, page_size=64, spec=model.attention_spec, dtype=dtype)
         buckets = getattr(passes, mode)
         text = str(jax.make_jaxpr(buckets._jitted)(passes.state, pool, buckets._rungs[0]))
-    assert ("mla_combine" in text) == absorbed
+    assert ("mla_combine" in text, "name=draft_extend" in text) == (absorbed, absorbed)

@@ -120,14 +120,27 @@ def test_equal_logits_at_the_edge_stay():
     assert found == {0, 1, 2}
 
 
+def test_zeros_of_either_sign_are_equal():
+    logits = jnp.asarray([[[0.0, -0.0, -1.0]]])
+    found = {int(draw(logits, np.int32([[p]]), options(1, top_k=1))[0, 0]) for p in range(50)}
+    assert found == {0, 1}
+
+
+def test_top_p_is_a_share_of_all_tokens_that_top_k_leaves():
+    """Four of them where three are equal: the first has 0.48 of their probability, and 0.58 of that of two."""
+    logits = jnp.asarray([[[1.0, 0.0, 0.0, 0.0, -1.0]]])
+    found = {int(draw(logits, np.int32([[p]]), options(1, top_k=2, top_p=0.5))[0, 0]) for p in range(200)}
+    assert found == {0, 1, 2, 3}
+
+
 def test_the_edges_of_float32():
     """A top_p that is 0 in float32 leaves the likeliest token, and so does a temperature of almost nothing."""
     assert (drawn(top_p=1e-46) == LOGITS.argmax()).all()
     assert (drawn(temperature=1e-38) == LOGITS.argmax()).all()
 
 
-def test_nothing_keeps_it_out_of_command_buffers():
-    """A sort would, where XLA takes a library's; and a loop, for its length is read by the host."""
+def test_it_neither_sorts_nor_loops():
+    """Both may keep the conditional around them out of command buffers: a sort where XLA takes a library's, and a loop."""
     logits, positions = jnp.zeros((2, 1, 50)), jnp.zeros((2, 1), jnp.int32)
     text = str(jax.make_jaxpr(draw)(logits, positions, options(2)))
     assert "cond[" in text
