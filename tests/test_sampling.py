@@ -140,7 +140,7 @@ def test_the_edges_of_float32():
 
 
 def test_it_neither_sorts_nor_loops():
-    """Both may keep the conditional around them out of command buffers: a sort where XLA takes a library's, and a loop."""
+    """Either may keep the conditional around it out of command buffers: a sort where XLA takes a library's."""
     logits, positions = jnp.zeros((2, 1, 50)), jnp.zeros((2, 1), jnp.int32)
     text = str(jax.make_jaxpr(draw)(logits, positions, options(2)))
     assert "cond[" in text
