@@ -121,6 +121,7 @@ MUTANTS = (
     Mutant("prompts always expanded", "mla_attn/passes.py", 'attend = "draft_extend" if self._has_absorbed_kernel(model, pool, m) else mode', "attend = mode", "tests/test_mosaic_gpu.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
     Mutant("prompts absorbed without a kernel", "mla_attn/passes.py", "return planned.work_plan is not None", "return planned.work is not None", "tests/test_mosaic_gpu.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
     Mutant("negative zero below zero", "mla_attn/sampling.py", "jnp.where(x == 0, 0.0, x)", "x", SAMPLING + "test_zeros_of_either_sign_are_equal"),
+    Mutant("draft passes all told to be the first", "mla_attn/engine.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/test_engine.py::test_what_draft_passes_are_told"),
     Mutant("equal logits at the edge are cut", "mla_attn/sampling.py", "return jnp.where(keys >= least[..., None], logits, -jnp.inf)", "return jnp.where(keys > least[..., None], logits, -jnp.inf)", SAMPLING + "test_equal_logits_at_the_edge_stay"),
     Mutant("weights in containers of Flax", "mla_attn/passes.py", "self.state = tuple(leaves)", "self.state = state", "tests/test_buckets.py::test_weights_are_a_plain_tuple_of_arrays"),
     Mutant("the fastest profile for the median", "mla_attn/bench/run.py", "[repeats // 2]", "[0]", "tests/test_bench.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from checkpoints import V2, V3
+from mla_attn import engine as engine_module
 from mla_attn.engine import Engine, Output, QueueFull, SamplingParams
 from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
@@ -106,6 +107,13 @@ def test_a_trained_checkpoint():
     assert statistics.new_tokens == 12 * 64 + 3 * 48
     assert statistics.reused_tokens > 300  # each prompt came three times, of which twice for drafting
     assert 0 < statistics.inter_token_time < statistics.time_to_first_token < statistics.step_seconds
+
+
+def test_what_draft_passes_are_told():
+    """Which pass it is, and how many drafts precede those it takes: a wrong one costs drafts, never a token."""
+    for widths, wanted in {(1, 1, 1): [(0, 0), (1, 1)], (2, 2, 1): [(0, 0), (1, 2)], (3,): []}.items():
+        told = engine_module._draft_steps(DraftTree(widths))
+        assert [(int(step["step"]), int(step["num_drafted"])) for step in told] == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["plain", "chain", "tree"])
