@@ -56,6 +56,20 @@ def chain_seconds(compiled, args, calls: int, burst: int) -> float:
     return (time.perf_counter() - start) / (burst * calls)
 
 
+def wall_seconds(compiled, args, calls: int, burst: int) -> float:
+    """Wall seconds of one call, from a rested device: ``chain_seconds``, without what begins and ends a burst.
+
+    On a GPU that is a millisecond whatever is in a burst, and hence what is left of the difference between a burst and
+    one of twice as many chains.
+    """
+    rest()
+    once = chain_seconds(compiled, args, calls, burst)
+    if jax.default_backend() == "cpu":
+        return once
+    rest()
+    return 2 * chain_seconds(compiled, args, calls, 2 * burst) - once
+
+
 def rest() -> None:
     """Lets a GPU recover from its power limit, which after 100 ms at full load lowers the clocks."""
     if jax.default_backend() == "gpu":
