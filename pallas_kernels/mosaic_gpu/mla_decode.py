@@ -5,16 +5,19 @@
 A thread block takes its items of the work list one after the other: 64 rows (query tokens times heads) and some tiles
 of 64 keys. Three warpgroups: the last one loads (TMA), and runs ahead into the next item; the other two own one half of
 the value channels each. Tiles come in pairs. Of tile 0 the scores S and the softmax are warpgroup 0's, of tile 1
-warpgroup 1's; each then needs the other's probabilities P, which cross through the rope part of the tile they belong
-to, which is dead by then:
+warpgroup 1's; each needs the other's probabilities P too, which cross through the rope part of the tile they belong to,
+which is dead by then:
 
     warpgroup 0                                      warpgroup 1
-    m0 = max(m, S0)              --- m0 --->         m1 = max(m0, S1)
-    P0 = exp(S0 - m0)            <-- m1 ----         P1 = exp(S1 - m1)
-    O = O exp(m - m0) + P0 V0    (registers)         O = O exp(m - m1) + P1 V1
-    P0, O = (P0, O) exp(m0 - m1) <-- P0, P1 -->
-    O = O + P1 V1                (shared memory)     O = O + P0 V0
+    m0 = max(m, S0)              --- m0 --->
+    P0 = exp(S0 - m0)            --- P0 --->         O = O exp(m - m0) + P0 V0   (shared memory)
+    O = O exp(m - m0) + P0 V0    (registers)         m1 = max(m0, S1)
+                                 <-- m1 ----         P1 = exp(S1 - m1)
+    O = O exp(m0 - m1) + P1 V1   <-- P1 ----         O = O exp(m0 - m1) + P1 V1  (registers)
     S0 = Q K0 of the next pair                       S1 = Q K1 of the next pair
+
+So warpgroup 1 runs a third of a pair behind, and either one's softmax is hidden behind the other's products; and a tile
+is let go of as soon as both have added it, to be replaced while the other is added.
 
 The running maximum stays as it is while it grows by less than ``lazy`` (in log2), so that most rescaling is skipped:
 the sums cancel it exactly, and P stays below 2**lazy.
@@ -100,6 +103,10 @@ def mla_decode(
     return attend(body, arrays, kernel_name="mla_decode", warpgroups=3)
 
 
+# (tile, part) of a pair in the order of their copies, in which their places become free.
+_ORDER = ((0, "left"), (0, "right"), (0, "side"), (1, "right"), (1, "left"), (1, "side"))
+
+
 class _Body(Block):
     rows_axis = 0
 
@@ -139,33 +146,22 @@ class _Body(Block):
         self.pairs = lax.max(lax.div(self.item["tiles"] + 1, 2), 1)
 
     def _load(self, turn, fields):
-        """One item; returns the fields of the next. Its queries take the place of the last one's result."""
+        """One item; returns the fields of the next. Its queries come as soon as those before have made their scores."""
         self.take_item(fields)
-        following = self.read_item(turn + 1)
-        pl.when(turn == 0)(self.load_queries)
-        self._load_pair(0, reused=turn > 0)
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(self.smem["empty_q"]))
+        self.load_queries()
 
-        @pl.when(turn > 0)
-        def _():
-            plgpu.barrier_wait(self.smem["empty_q"])
-            self.load_queries()
-
-        @pl.loop(1, self.pairs)
+        @pl.loop(0, self.pairs)
         def _(t):
-            self._load_pair(t, reused=True)
+            self.load([(0, 2 * t), (1, 2 * t + 1)], _ORDER, reused=(turn > 0) | (t > 0))
 
-        return following
-
-    def _load_pair(self, t, *, reused) -> None:
-        order = ((0, "left"), (1, "right"), (0, "right"), (0, "side"), (1, "left"), (1, "side"))
-        self.load([(0, 2 * t), (1, 2 * t + 1)], order, reused=reused)
+        return self.read_item(turn + 1)  # while the last pair is on its way
 
 
 class _Consumer:
     """What both warpgroups with value channels do alike."""
 
     number: int  # of the warpgroup, and of its tile in a pair
-    part: str  # its channels
     order: tuple[str, ...]  # in which the parts of its tile arrive
 
     def __init__(self, body: _Body):
@@ -183,21 +179,37 @@ class _Consumer:
         sums = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS,), jnp.float32), ROW)
 
         def first_scores(scores):
-            zero = opaque_zero()
-            for part in self.order:
-                self.add_scores(scores, part, zero)
+            self.add_all_scores(scores)
             return scores[...]
 
         scores = pl.run_scoped(first_scores, plgpu.ACC((BLOCK_ROWS, TILE), jnp.float32))
         carry = zeros((BLOCK_ROWS, body.half)), scores, m, sums
         carry = lax.fori_loop(0, body.pairs - 1, lambda t, c: self.step(t, c, last=False), carry)
+        plgpu.barrier_arrive(self.smem["empty_q"])
         o, m, sums = self.step(body.pairs - 1, carry, last=True)
         following = body.read_item(turn + 1)  # on its way while this item ends
         self._finish(o, m, sums)
-        plgpu.barrier_arrive(self.smem["empty_q"])
+        self.release("side", 1 - self.number)
         return following
 
+    def accumulate(self, products, carry, *, last: bool):
+        """Runs ``products(o, scores, m, sums)`` on references; the last pair of an item makes no scores."""
+        o, scores, m, sums = carry
+        if last:
+            return pl.run_state(lambda r: products(r[0], None, *r[1:]))((plgpu.ACC.init(o), m, sums))
+        return pl.run_state(lambda r: products(*r))((plgpu.ACC.init(o), plgpu.ACC.init(scores), m, sums))
+
     # Scores
+
+    def add_all_scores(self, scores) -> None:
+        zero = opaque_zero()
+        for part in self.order:
+            self.add_scores(scores, part, zero)
+
+    def restart_scores(self, scores) -> None:
+        """Those of this warpgroup's tile in the next pair."""
+        scores[...] = zeros((BLOCK_ROWS, TILE))
+        self.add_all_scores(scores)
 
     def add_scores(self, scores, part: str, zero) -> None:
         """Adds the products of ``part`` of this warpgroup's tile, once it is there."""
@@ -228,9 +240,15 @@ class _Consumer:
         plgpu.barrier_arrive(self.smem["empty"][part].at[at])
 
     def publish_p(self, p) -> None:
+        sync_warpgroup(6 + self.number)  # every warp is done with the scores: P takes the place of the tile's rope part
         self.smem["side"].at[self.number][...] = p
         fence_proxy()
         plgpu.barrier_arrive(self.smem["p_ready"].at[self.number])
+
+    def other_p(self, zero):
+        """Of the other tile, in shared memory, once it is there."""
+        plgpu.barrier_wait(self.smem["p_ready"].at[1 - self.number])
+        return self.smem["side"].at[1 - self.number + zero, :, pl.ds(0, TILE)]
 
     def publish_max(self, m) -> None:
         self.smem["stats"].at[self.number][...] = m
@@ -262,25 +280,24 @@ class _Consumer:
                 body.partial_lse.at[lax.max(slot, 0)][...] = lse
 
     def _store(self, o, lse) -> None:
-        """The rows that are there, through the queries' place, which both warpgroups are done with."""
-        body = self.body
-        columns = pl.ds(self.number * body.half, body.half)
-        staged = self.smem["queries"].at[self.number]
-        staged[...] = o.astype(jnp.bfloat16)
-        if self.number == 0:
-            self.smem["stats"].at[0][...] = lse
-        plgpu.commit_smem()
-
-        body.store(staged, body.out, columns)
-        if self.number == 0:
-            body.store(self.smem["stats"].at[0], body.lse)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """The rows that are there, 64 channels at a time, through the side that this warpgroup was last to read."""
+        body, staged, stats = self.body, self.smem["side"].at[1 - self.number], self.smem["stats"].at[0]
+        for column in range(0, body.half, TILE):
+            staged[...] = o[:, column : column + TILE].astype(jnp.bfloat16)
+            first = self.number == 0 and column == 0
+            if first:
+                stats[...] = lse
+            plgpu.commit_smem()
+            body.store(staged, body.out, pl.ds(self.number * body.half + column, TILE))
+            if first:
+                body.store(stats, body.lse)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class _Left(_Consumer):
     """Warpgroup 0: scores of the first tile of a pair, the left half of the values."""
 
-    number, part, order = 0, "left", ("left", "right", "side")
+    number, order = 0, ("left", "right", "side")
 
     def step(self, t, carry, *, last: bool):
         o, scores, m, sums = carry
@@ -291,81 +308,67 @@ class _Left(_Consumer):
         self.publish_max(m0)
         p = self.probabilities(scores, m0)
         p16, alpha = p.astype(jnp.bfloat16), jnp.exp2(m - m0)
+        self.publish_p(p16)
         o = self.rescaled(o, alpha)
         if last:
-            self.body.drop_unused(self.part, 0, 2 * t)
+            self.body.drop_unused("left", 0, 2 * t)
 
-        def products(refs):
-            o_ref, scores_ref, m_ref, sums_ref = refs
+        def products(o_ref, scores_ref, m_ref, sums_ref):
             plgpu.wgmma(o_ref, p16, smem["left"].at[0 + zero])
-            sums_ref[...] = sums_ref[...] * alpha + p.sum(axis=1)
+            sums = sums_ref[...] * alpha + p.sum(axis=1)
             o = plgpu.wgmma_accumulator_load(o_ref, wait_n=0)
             self.release("left", 0)
             m1 = self.other_max()
             beta = jnp.exp2(m0 - m1)
-            self.publish_p((p * self.body.spread(beta, p.shape)).astype(jnp.bfloat16))
             o_ref[...] = self.rescaled(o, beta)
-            m_ref[...] = m1
-            sums_ref[...] = sums_ref[...] * beta
-            plgpu.barrier_wait(smem["p_ready"].at[1])
+            m_ref[...], sums_ref[...] = m1, sums * beta
+            p1 = self.other_p(zero)
             if last:
-                self.body.drop_unused(self.part, 1, 2 * t + 1)
-            plgpu.wgmma(o_ref, smem["side"].at[1 + zero, :, pl.ds(0, TILE)], smem["left"].at[1 + zero])
-            if not last:
-                scores_ref[...] = zeros((BLOCK_ROWS, TILE))
-                self.add_scores(scores_ref, "left", zero)
-            plgpu.wgmma_wait(0 if last else 1)
+                self.body.drop_unused("left", 1, 2 * t + 1)
+            plgpu.wgmma(o_ref, p1, smem["left"].at[1 + zero])
+            plgpu.wgmma_wait(0)
             self.release("left", 1)
-            self.release("side", 1)
             if not last:
-                self.add_scores(scores_ref, "right", zero)
-                self.add_scores(scores_ref, "side", zero)
+                self.release("side", 1)
+                self.restart_scores(scores_ref)
 
-        if last:
-            return pl.run_state(lambda r: products((r[0], None, r[1], r[2])))((plgpu.ACC.init(o), m, sums))
-        return pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), m, sums))
+        return self.accumulate(products, (o, scores, m, sums), last=last)
 
 
 class _Right(_Consumer):
     """Warpgroup 1: scores of the second tile of a pair, the right half of the values."""
 
-    number, part, order = 1, "right", ("right", "left", "side")
+    number, order = 1, ("right", "left", "side")
 
     def step(self, t, carry, *, last: bool):
         o, scores, m, sums = carry
         zero, smem = opaque_zero(), self.smem
         if last or self.call.max_q_len > 1 or self.call.tree_keys:
             scores = self.body.masked(scores, 2 * t + 1)
-        m1 = self.raised(self.other_max(), scores)
-        self.publish_max(m1)
-        p = self.probabilities(scores, m1)
-        p16, alpha = p.astype(jnp.bfloat16), jnp.exp2(m - m1)
-        o = self.rescaled(o, alpha)
+        m0 = self.other_max()
+        o = self.rescaled(o, jnp.exp2(m - m0))
         if last:
-            self.body.drop_unused(self.part, 1, 2 * t + 1)
+            self.body.drop_unused("right", 0, 2 * t)
 
-        def products(refs):
-            o_ref, scores_ref, sums_ref = refs
-            plgpu.wgmma(o_ref, p16, smem["right"].at[1 + zero])
-            sync_warpgroup(7)  # every warp is done with this tile's scores: P takes the place of its rope part
+        def products(o_ref, scores_ref, m_ref, sums_ref):
+            plgpu.wgmma(o_ref, self.other_p(zero), smem["right"].at[0 + zero])
+            m1 = self.raised(m0, scores)
+            self.publish_max(m1)
+            p = self.probabilities(scores, m1)
+            p16 = p.astype(jnp.bfloat16)
             self.publish_p(p16)
-            sums_ref[...] = sums_ref[...] * alpha + p.sum(axis=1)
-            plgpu.barrier_wait(smem["p_ready"].at[0])
-            if last:
-                self.body.drop_unused(self.part, 0, 2 * t)
-            plgpu.wgmma(o_ref, smem["side"].at[0 + zero, :, pl.ds(0, TILE)], smem["right"].at[0 + zero])
-            plgpu.wgmma_wait(1)
-            self.release("right", 1)
-            plgpu.wgmma_wait(0)
+            m_ref[...], sums_ref[...] = m1, sums_ref[...] * jnp.exp2(m - m1) + p.sum(axis=1)
+            o = plgpu.wgmma_accumulator_load(o_ref, wait_n=0)
             self.release("right", 0)
-            self.release("side", 0)
             if not last:
-                scores_ref[...] = zeros((BLOCK_ROWS, TILE))
-                for part in self.order:
-                    self.add_scores(scores_ref, part, zero)
+                self.release("side", 0)
+            o_ref[...] = self.rescaled(o, jnp.exp2(m0 - m1))
+            if last:
+                self.body.drop_unused("right", 1, 2 * t + 1)
+            plgpu.wgmma(o_ref, p16, smem["right"].at[1 + zero])
+            plgpu.wgmma_wait(0)
+            self.release("right", 1)
+            if not last:
+                self.restart_scores(scores_ref)
 
-        if last:
-            o, sums = pl.run_state(lambda r: products((r[0], None, r[1])))((plgpu.ACC.init(o), sums))
-            return o, m1, sums
-        o, scores, sums = pl.run_state(products)((plgpu.ACC.init(o), plgpu.ACC.init(scores), sums))
-        return o, scores, m1, sums
+        return self.accumulate(products, (o, scores, m, sums), last=last)

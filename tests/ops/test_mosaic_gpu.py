@@ -1,5 +1,6 @@
 """``mla_attention`` by the Hopper kernels: the shared tests, and what only they promise. On a GPU of its kind."""
 
+import dataclasses
 from typing import ClassVar
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from mla_attn import mosaic_gpu
+from mla_attn.dispatch import compiling_for, current_device
 from ops.base import MLATests
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +45,20 @@ class TestMosaicGPU(MLATests):
         """Row by row, in pieces, and whole."""
         sizes = {"page_size": page_size, "kv_lora_rank": latent, "qk_rope_head_dim": rope, "layout": "packed"}
         self.check(self.batch(14, **sizes))
+
+    @pytest.mark.parametrize("page_size", [4, 64])
+    @pytest.mark.parametrize("latent", [256, 512])
+    def test_a_thread_block_takes_one_item_after_the_other(self, latent, page_size):
+        """Three blocks for a list of dozens: each loads its next item while one ends, of whatever length both are."""
+        sizes = {
+            "kv_lens": [3000, 0, 1, 64, 6, 65, 700, 128, 63, 1300, 130, 200, 40],
+            "q_lens": [6, 1, 1, 0, 6, 4, 2, 5, 6, 1, 6, 3, 6],
+            "most": 3000,
+        }
+        batch = self.batch(15, kv_lora_rank=latent, page_size=page_size, **sizes)
+        few = dataclasses.replace(current_device(), cores=3)
+        with compiling_for(few):
+            self.check(batch)
 
     def test_scale_and_large_scores(self):
         """Scores of hundreds neither overflow nor lose the softmax: its weights are then 0 and 1."""

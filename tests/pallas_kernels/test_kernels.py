@@ -18,10 +18,10 @@ ATTENDS = ("mla_decode", "mla_stream")
 # said. The bits of a tree's mask take registers of their own, as do many copies a tile.
 SPILLS = {
     "tree": 128,
-    "tree of earlier steps, 128 heads": 128,
+    "tree of earlier steps, 128 heads": 64,
     "decode, 20 heads": 32,
     "decode, 24 heads": 32,
-    "pages of 8, 128 heads": 48,
+    "pages of 1, 128 heads": 24,
 }
 
 
