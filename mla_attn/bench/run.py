@@ -193,8 +193,8 @@ def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> 
     calls = result.chain_calls = max(2, min(timing.CHAIN_CALLS, int(_CHAIN_SECONDS / once)))
     chained = jax.jit(timing.chain(call, calls, layers, unroll=unroll)).lower(*arguments).compile()
     timing.chain_seconds(chained, arguments, calls, 1)
-    limit, most = (_CHAIN_SECONDS, 5) if jax.default_backend() == "cpu" else (_BURST_SECONDS / 2, 20)
-    return _Candidate(result, arguments, compiled, chained, calls, burst=max(1, min(most, int(limit / (calls * once)))))
+    limit = _CHAIN_SECONDS if jax.default_backend() == "cpu" else _BURST_SECONDS
+    return _Candidate(result, arguments, compiled, chained, calls, burst=max(1, min(5, int(limit / (calls * once)))))
 
 
 def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
@@ -212,7 +212,7 @@ def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
     except Exception as error:  # a failing profiler costs a column, not the run
         result.kernel_reason = f"{type(error).__name__}: {error}"
     # Bursts as long as this hide the host's part in them.
-    burst = math.ceil(1e6 * _BURST_SECONDS / (max(result.wall_us, 1) * candidate.calls))
+    burst = math.ceil(1e6 * _BURST_SECONDS / (result.wall_us * candidate.calls))
     chained = candidate.chained, candidate.arguments, candidate.calls, burst
     result.sustained_us = timing.sustained_seconds(*chained, _SUSTAINED_SECONDS) * 1e6
 

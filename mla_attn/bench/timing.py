@@ -5,6 +5,7 @@ calls read one layer of the pool after the other, which together are far larger 
 """
 
 import collections
+import contextlib
 import dataclasses
 import pathlib
 import statistics
@@ -57,17 +58,17 @@ def chain_seconds(compiled, args, calls: int, burst: int) -> float:
 
 
 def wall_seconds(compiled, args, calls: int, burst: int) -> float:
-    """Wall seconds of one call, from a rested device: ``chain_seconds``, without what begins and ends a burst.
+    """Wall seconds of one call of a chain, on a rested device.
 
-    On a GPU that is a millisecond whatever is in a burst, and hence what is left of the difference between a burst and
-    one of twice as many chains.
+    On a GPU of one chain, from the begin of its first kernel to the end of its last: what the host takes to begin and
+    end a burst, up to a millisecond and never the same, is more than what lies between kernels. Where there is no
+    profiler, of ``burst`` chains on the host's clock.
     """
     rest()
-    once = chain_seconds(compiled, args, calls, burst)
-    if jax.default_backend() == "cpu":
-        return once
-    rest()
-    return 2 * chain_seconds(compiled, args, calls, 2 * burst) - once
+    if jax.default_backend() != "cpu":
+        with contextlib.suppress(RuntimeError):  # what the profile lacks is said with the kernels' times
+            return occupancy(lambda: jax.block_until_ready(compiled(*args))).span / calls
+    return chain_seconds(compiled, args, calls, burst)
 
 
 def rest() -> None:
