@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from checkpoints import V2, V3
 from mla_attn import engine as engine_module
@@ -131,6 +132,31 @@ def test_tokens(engine, kind, params):
     for name, (tokens, reason) in collect(engine.run()).items():
         assert (len(tokens), reason) == (20, "length")
         check_tokens(engine.model, wanted[name][0], tokens, wanted[name][1])
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("xla", marks=pytest.mark.slow), pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+def test_bfloat16_at_the_sizes_of_kernels(monkeypatch, implementation):
+    """Every pass through ``implementation``, or an error; judged by the same weights in float32."""
+    sizes = {"num_attention_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    model, judge = small_model(dtype=jnp.bfloat16, **sizes), small_model(**sizes)
+    nnx.update(judge, jax.tree.map(lambda w: w.astype(jnp.float32), nnx.state(model)))
+    monkeypatch.setenv("MLA_ATTN_IMPLEMENTATION", implementation)
+    engine = small_engine(model=model, page_size=16, num_pages=6)
+    engine.warm_up(progress=False)
+    rng, wanted = np.random.default_rng(0), {}
+    for kind in 3 * KINDS:
+        prompt, params = some_prompt(rng), SamplingParams(max_new_tokens=20, speculation=kind)
+        wanted[engine.add_request(prompt, params)] = (prompt, params)
+    found = collect(engine.run())
+    assert engine.statistics.compiles_after_warm_up == 0
+    monkeypatch.delenv("MLA_ATTN_IMPLEMENTATION")  # the judge expands keys and values, which XLA does
+    for name, (prompt, params) in wanted.items():
+        tokens, reason = found[name]
+        assert (len(tokens), reason) == (20, "length")
+        check_tokens(judge, prompt, tokens, params, tie=0.05)
 
 
 def test_the_judge_notices(engine):

@@ -3,6 +3,7 @@
 Nothing of the engine takes part in the judgement: no page, no cache, no other request, no draft.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -24,8 +25,10 @@ TIE = 2e-3
 
 
 @functools.cache
-def small_model(vocab_size: int = 13) -> DeepseekForCausalLM:
-    model = DeepseekForCausalLM(small_config(vocab_size), dtype=jnp.float32, rngs=nnx.Rngs(0))
+def small_model(vocab_size: int = 13, *, dtype=jnp.float32, **sizes) -> DeepseekForCausalLM:
+    """``sizes`` replace those of the config."""
+    config = dataclasses.replace(small_config(vocab_size), **sizes)
+    model = DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
     # Random weights as they are would give logits that are all about equal: no token would be wrong.
     nnx.update(model, jax.tree.map(lambda w: 20 * w if w.ndim > 1 else w, nnx.state(model)))
     return model
@@ -63,7 +66,7 @@ def _prefill(model, tokens, length):
     return model.logits(model(tokens, pool, metadata, mode="prefill")[0])
 
 
-def check_tokens(model, prompt, tokens, params: SamplingParams) -> None:
+def check_tokens(model, prompt, tokens, params: SamplingParams, *, tie: float = TIE) -> None:
     """Each token is the one that greedy or seeded decoding has after those before it, up to ties."""
     if not tokens:
         return
@@ -72,13 +75,13 @@ def check_tokens(model, prompt, tokens, params: SamplingParams) -> None:
         scores = logits[step]
         if params.temperature:
             scores = scores / params.temperature
-            sure, possible = (_kept(scores, params, slack) for slack in (-TIE, TIE))
+            sure, possible = (_kept(scores, params, slack) for slack in (-tie, tie))
             assert possible[token], f"token {step} of {tokens} is outside top-k or top-p"
             key = jax.random.fold_in(jax.random.key(np.uint32(params.seed)), len(prompt) + step - 1)
             scores = np.where(
                 sure | (np.arange(len(scores)) == token), scores + jax.random.gumbel(key, scores.shape), -np.inf
             )
-        assert scores[token] > scores.max() - TIE, f"token {step} of {tokens} is {scores.max() - scores[token]} short"
+        assert scores[token] > scores.max() - tie, f"token {step} of {tokens} is {scores.max() - scores[token]} short"
 
 
 def _kept(scores, params, slack):

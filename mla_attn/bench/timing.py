@@ -61,9 +61,9 @@ def wall_seconds(compiled, args, calls: int, burst: int) -> float:
     """Wall seconds of one call of a chain, on a rested device.
 
     On a GPU of one chain, from the begin of its first kernel to the end of its last: what the host takes to begin and
-    end a burst, up to a millisecond and never the same, is more than what lies between kernels. (That is less otherwise:
-    XLA launches without its command buffers while it is profiled.) Where there is no profile, of ``burst`` chains on
-    the host's clock.
+    end a burst, up to a millisecond and never the same, is more than what lies between kernels. (Which is less without
+    a profile: XLA does not use its command buffers while it takes one.) Where there is none, of ``burst`` chains on the
+    host's clock.
     """
     rest()
     if jax.default_backend() != "cpu":
