@@ -225,18 +225,26 @@ def test_a_profile_without_kernels_costs_a_column_and_not_the_run(monkeypatch, c
 
 
 def test_wall_time_on_a_gpu_is_that_of_one_chain_on_its_own_clock(monkeypatch):
-    ran, rests = [], []
-    monkeypatch.setattr(timing, "rest", lambda: rests.append(None))
-    monkeypatch.setattr(timing, "occupancy", lambda run: (run(), timing.Occupancy(21e-6, 20e-6, 0.0))[1])
-    monkeypatch.setattr(timing, "chain_seconds", lambda *_: 5e-6)
+    done = []
 
-    def wall(backend):
+    def wall(backend, occupancy):
+        done.clear()
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
-        return timing.wall_seconds(ran.append, ("query",), 7, 4)
+        monkeypatch.setattr(timing, "occupancy", occupancy)
+        return timing.wall_seconds(done.append, ("chain",), 7, 4)
 
-    assert wall("gpu") == pytest.approx(3e-6) and ran == ["query"]
-    assert wall("cpu") == 5e-6 and ran == ["query"]
-    assert len(rests) == 2
+    def profiled(run):
+        run()
+        return timing.Occupancy(21e-6, 20e-6, 0.0)
+
+    def failing(run):
+        raise timing.ProfileError("no kernels")
+
+    monkeypatch.setattr(timing, "rest", lambda: done.append("rest"))
+    monkeypatch.setattr(timing, "chain_seconds", lambda *_: done.append("burst") or 5e-6)
+    assert wall("gpu", profiled) == pytest.approx(3e-6) and done == ["rest", "chain"]
+    assert wall("gpu", failing) == 5e-6 and done == ["rest", "rest", "burst"]
+    assert wall("cpu", profiled) == 5e-6 and done == ["rest", "burst"]
 
 
 def test_kernel_time_is_the_median_of_profiles_of_a_rested_device(monkeypatch, capsys):
@@ -251,7 +259,7 @@ def test_kernel_time_is_the_median_of_profiles_of_a_rested_device(monkeypatch, c
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "rest", lambda: rests.append(None))
     monkeypatch.setattr(timing, "kernel_seconds", kernel_seconds)
-    rested = 3  # before each of the timed chains
+    rested = 6  # before each of the timed chains: of a profile that has no kernels, then on the host's clock
     (result,) = bench(capsys, "--shape", SHAPE, "--implementation", "xla", "--repeats", "3")["results"]
     assert result["kernel_us"] == pytest.approx(6) and result["kernels"]["mla"] == [1.0, pytest.approx(5)]
 

@@ -24,9 +24,9 @@ def table(report: dict) -> str:
         *("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows),
         "",
         f"{prefix}B/s, {prefix}FLOP/s, % of bound: from the least bytes and operations of the shape, and from kernel "
-        "time, or wall time where that is unknown. Kernel and wall us: of short runs after a rest; wall: a "
-        "call among those chained, with what lies between their kernels; sustained: wall us of calls back to back, on "
-        "the host's clock, once a power limit has lowered the GPU's.",
+        "time, or wall time where that is unknown. Kernel and wall us: of short runs after a rest. Wall: a "
+        "call of a chain; on a GPU by the GPU's clock, with the loop's own kernels and all gaps, and launched without "
+        "command buffers. Sustained: calls back to back, once a power limit has lowered the GPU's frequency.",
     ]
     notes = [f"{r.shape}, {r.implementation}: {r.status}: {r.reason}" for r in results if r.status != "ok"]
     notes += dict.fromkeys(f"no kernel time: {r.kernel_reason}" for r in results if r.kernel_reason)

@@ -25,7 +25,7 @@ from mla_attn.support import supports
 _SCALE = 192**-0.5  # DeepSeek's: 128 + 64 channels before absorption
 _PROFILED_CALLS = 10
 _CHAIN_SECONDS = 0.5  # slow calls have shorter chains
-_BURST_SECONDS = 0.04  # on a GPU, whose clocks a power limit lowers soon after
+_BURST_SECONDS = 0.04  # on a GPU; the host's part in a burst is then small
 _SUSTAINED_SECONDS = 1.0
 
 
@@ -71,7 +71,7 @@ class _Candidate:
     compiled: Callable
     chained: Callable
     calls: int  # of a chain
-    burst: int  # chains
+    burst: int  # chains, where the host's clock is looked at
     wall: list[float] = dataclasses.field(default_factory=list)
 
 

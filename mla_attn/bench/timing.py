@@ -22,6 +22,10 @@ LONG_GAP = 20e-6  # seconds; kernels of a program follow each other within 5e-6
 _HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
 
+class ProfileError(RuntimeError):
+    """A profile lacks what is asked of it."""
+
+
 def seconds_per_call(f, args, *, burst: int = 1) -> float:
     """Wall seconds of one call among ``burst`` queued ones."""
     start = time.perf_counter()
@@ -60,15 +64,16 @@ def chain_seconds(compiled, args, calls: int, burst: int) -> float:
 def wall_seconds(compiled, args, calls: int, burst: int) -> float:
     """Wall seconds of one call of a chain, on a rested device.
 
-    On a GPU of one chain, from the begin of its first kernel to the end of its last: what the host takes to begin and
-    end a burst, up to a millisecond and never the same, is more than what lies between kernels. (Which is less without
-    a profile: XLA does not use its command buffers while it takes one.) Where there is none, of ``burst`` chains on the
-    host's clock.
+    On a GPU of one profiled chain, from the begin of its first kernel to the end of its last: what the host takes to
+    begin and end a burst, up to a millisecond and never the same, is more than what lies between kernels. (XLA does not
+    use its command buffers while it is profiled; with them that is less.) Where a profile has no kernels, and on a CPU,
+    of ``burst`` chains on the host's clock.
     """
     rest()
-    if jax.default_backend() != "cpu":
-        with contextlib.suppress(RuntimeError):  # what the profile lacks is said with the kernels' times
+    if jax.default_backend() == "gpu":
+        with contextlib.suppress(ProfileError):  # which is said where the kernels' times are missing
             return occupancy(lambda: jax.block_until_ready(compiled(*args))).span / calls
+        rest()
     return chain_seconds(compiled, args, calls, burst)
 
 
@@ -105,11 +110,11 @@ def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
         calls: how many.
 
     Raises:
-        RuntimeError: the profile has no kernels, or not a whole number of them per call; the message says what it has.
+        ProfileError: the profile has no kernels, or not a whole number of them per call; the message says what it has.
     """
     kernels, seen = _profile(run)
     if not kernels or len(kernels) % calls:
-        raise RuntimeError(f"{len(kernels)} kernels for {calls} calls on these lines: {seen}")
+        raise ProfileError(f"{len(kernels)} kernels for {calls} calls on these lines: {seen}")
     times = collections.defaultdict(list)
     for name, _, duration in kernels:
         times[name].append(duration * 1e-9)
@@ -136,12 +141,12 @@ def occupancy(run) -> Occupancy:
     """Whether the device had something to do while ``run()`` ran.
 
     Raises:
-        RuntimeError: the profile has no kernels; the message says what it has.
+        ProfileError: the profile has no kernels; the message says what it has.
     """
     found, seen = _profile(run)
     kernels = sorted((begin, begin + length) for name, begin, length in found if name not in _HOST_COPIES)
     if not kernels:
-        raise RuntimeError(f"no kernels on these lines: {seen}")
+        raise ProfileError(f"no kernels on these lines: {seen}")
     busy = waited = 0.0
     end = start = kernels[0][0]
     for begin, until in kernels:  # of several streams, so they may overlap
@@ -160,7 +165,7 @@ def _profile(run) -> tuple[list[tuple[str, float, float]], str]:
             run()
         paths = list(pathlib.Path(folder).rglob("*.xplane.pb"))
         if len(paths) != 1:
-            raise RuntimeError(f"the profiler wrote {len(paths)} traces")
+            raise ProfileError(f"the profiler wrote {len(paths)} traces")
         planes = list(jax.profiler.ProfileData.from_file(str(paths[0])).planes)
         lines = [(f"{plane.name} {line.name}", line) for plane in planes for line in plane.lines if "GPU" in plane.name]
         kernels = [

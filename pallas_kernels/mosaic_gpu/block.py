@@ -80,7 +80,7 @@ class Block:
         return {
             "left": tiles(self.half),
             "right": tiles(self.half),
-            "side": tiles(max(self.rope, TILE)),  # the rope part, then the probabilities
+            "side": tiles(max(self.rope, TILE)),  # the rope part, then probabilities, then results of mla_decode
             "full": {part: barriers(copies if part != "side" or self.rope else 1) for part in PARTS},
             "empty": {part: barriers(self.side_readers if part == "side" else 1) for part in PARTS},
         }

@@ -16,8 +16,9 @@ which is dead by then:
     O = O exp(m0 - m1) + P1 V1   <-- P1 ----         O = O exp(m0 - m1) + P1 V1  (registers)
     S0 = Q K0 of the next pair                       S1 = Q K1 of the next pair
 
-So warpgroup 1 runs a third of a pair behind, and either one's softmax is hidden behind the other's products; and a tile
-is let go of as soon as both have added it, to be replaced while the other is added.
+So warpgroup 1 runs about a third of a pair behind, and either one's softmax takes place beside products of the other;
+every part of a tile is let go of once it is added, to be replaced while the other tile is added. Queries are given back
+before an item's last pair, and its results leave through the sides, 64 channels at a time, while the next item loads.
 
 The running maximum stays as it is while it grows by less than ``lazy`` (in log2), so that most rescaling is skipped:
 the sums cancel it exactly, and P stays below 2**lazy.
@@ -103,7 +104,7 @@ def mla_decode(
     return attend(body, arrays, kernel_name="mla_decode", warpgroups=3)
 
 
-# (tile, part) of a pair in the order of their copies, in which their places become free.
+# (tile, part) of a pair in the order of their copies: as each tile's scores take them. NOTES.md tells of other orders.
 _ORDER = ((0, "left"), (0, "right"), (0, "side"), (1, "right"), (1, "left"), (1, "side"))
 
 
@@ -146,7 +147,7 @@ class _Body(Block):
         self.pairs = lax.max(lax.div(self.item["tiles"] + 1, 2), 1)
 
     def _load(self, turn, fields):
-        """One item; returns the fields of the next. Its queries come as soon as those before have made their scores."""
+        """One item; returns the fields of the next. Its queries come once the item before has made its last scores."""
         self.take_item(fields)
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(self.smem["empty_q"]))
         self.load_queries()
@@ -192,7 +193,7 @@ class _Consumer:
         self.release("side", 1 - self.number)
         return following
 
-    def accumulate(self, products, carry, *, last: bool):
+    def run_products(self, products, carry, *, last: bool):
         """Runs ``products(o, scores, m, sums)`` on references; the last pair of an item makes no scores."""
         o, scores, m, sums = carry
         if last:
@@ -332,7 +333,7 @@ class _Left(_Consumer):
                 self.release("side", 1)
                 self.restart_scores(scores_ref)
 
-        return self.accumulate(products, (o, scores, m, sums), last=last)
+        return self.run_products(products, (o, scores, m, sums), last=last)
 
 
 class _Right(_Consumer):
@@ -371,4 +372,4 @@ class _Right(_Consumer):
             if not last:
                 self.restart_scores(scores_ref)
 
-        return self.accumulate(products, (o, scores, m, sums), last=last)
+        return self.run_products(products, (o, scores, m, sums), last=last)

@@ -9,6 +9,7 @@ import pytest
 
 from mla_attn import mosaic_gpu
 from mla_attn.dispatch import compiling_for, current_device
+from mla_attn.ops import plan_mla
 from ops.base import MLATests
 
 pytestmark = pytest.mark.gpu
@@ -46,19 +47,20 @@ class TestMosaicGPU(MLATests):
         sizes = {"page_size": page_size, "kv_lora_rank": latent, "qk_rope_head_dim": rope, "layout": "packed"}
         self.check(self.batch(14, **sizes))
 
-    @pytest.mark.parametrize("page_size", [4, 64])
-    @pytest.mark.parametrize("latent", [256, 512])
-    def test_a_thread_block_takes_one_item_after_the_other(self, latent, page_size):
-        """Three blocks for a list of dozens: each loads its next item while one ends, of whatever length both are."""
+    @pytest.mark.parametrize("latent, rope, page_size", [(256, 64, 4), (512, 64, 64), (512, 0, 16)])
+    def test_a_thread_block_takes_one_item_after_the_other(self, latent, rope, page_size):
+        """Few blocks for a list of dozens: each loads its next item while one ends, whole or part of a split."""
         sizes = {
             "kv_lens": [3000, 0, 1, 64, 6, 65, 700, 128, 63, 1300, 130, 200, 40],
             "q_lens": [6, 1, 1, 0, 6, 4, 2, 5, 6, 1, 6, 3, 6],
             "most": 3000,
         }
-        batch = self.batch(15, kv_lora_rank=latent, page_size=page_size, **sizes)
-        few = dataclasses.replace(current_device(), cores=3)
-        with compiling_for(few):
+        batch = self.batch(15, kv_lora_rank=latent, qk_rope_head_dim=rope, page_size=page_size, **sizes)
+        with compiling_for(dataclasses.replace(current_device(), cores=8)):
+            items, splits = plan_mla(batch.metadata, batch.pool, batch.spec, implementation="mosaic_gpu").work[:2]
+            assert items > 2 * 8 and splits > 0
             self.check(batch)
+            self.check(batch, batch_invariant=True)
 
     def test_scale_and_large_scores(self):
         """Scores of hundreds neither overflow nor lose the softmax: its weights are then 0 and 1."""

@@ -14,8 +14,8 @@ TARGET = "custom_call @mosaic_gpu"
 QUICK = ("layers", "stacked", "decode, 128 heads")  # of layers: 16 heads
 ATTENDS = ("mla_decode", "mla_stream")
 
-# Bytes that a thread may spill, outside the loops over tiles or in branches that few tiles take; none where nothing is
-# said. The bits of a tree's mask take registers of their own, as do many copies a tile.
+# Bytes that a thread may spill, outside the loops over tiles, in branches that few tiles take, or where it loads; none
+# where nothing is said. The bits of a tree's mask take registers of their own, as do rows gathered one by one.
 SPILLS = {
     "tree": 128,
     "tree of earlier steps, 128 heads": 64,
