@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mla_attn.specs import MLASpec
+from mla_attn.specs import MLASpec, check_integer
 
 POOL_DTYPES = ("bfloat16", "float32")
 
@@ -44,8 +44,7 @@ class LatentPool:
                 all that ids no longer fit int32.
         """
         for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be an integer of at least 1")
+            check_integer(name, value, 1)
         if np.dtype(dtype).name not in POOL_DTYPES:
             raise ValueError(f"dtype={np.dtype(dtype).name} must be one of {', '.join(POOL_DTYPES)}")
         limit = np.iinfo(np.int32).max
@@ -74,7 +73,7 @@ class LatentPool:
 
     def check_layer(self, layer: int | Int[Array, ""]) -> None:
         """Raise ValueError unless ``layer`` is one integer and, where its value is known, one of ``[0, L)``."""
-        if isinstance(layer, jax.Array):
+        if isinstance(layer, jax.Array | np.ndarray):
             if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
                 raise ValueError(f"layer is {layer.dtype}{list(layer.shape)}, must be one integer, []")
         elif not isinstance(layer, int | np.integer):

@@ -28,6 +28,8 @@ import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int
 
+from mla_attn.specs import check_integer
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def for_decode(
         page_map: int32 virtual-to-physical page ids, applied to the table and the slots; ids outside it stay unmapped
             and out of range.
     """
-    _check_arrays(page_table, page_map, seq_lens=seq_lens)
+    page_table, page_map, seq_lens = _int32(page_table, page_map, seq_lens=seq_lens)
     q_lens = (seq_lens > 0).astype(jnp.int32)
     starts = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     return _build(page_table, starts, q_lens, seq_lens - q_lens, seq_lens.shape[0], 1, page_size, max_len, page_map)
@@ -114,20 +116,19 @@ def for_target_verify(
         q_lens: rows of each request, at most ``num_tokens`` (ragged verify); 0 marks a padding request. All
             ``num_tokens`` if None.
         num_rows: None for a dense block of B * S rows, request b at ``b * S``; a number T for rows packed one request
-            after the other in T rows.
-        depths: for draft trees, drafts between each row and the anchor, [S] or [B, S]: row j is cached at ``prefix +
-        j``
-            but its ``positions`` entry is ``prefix + depths[j]``. None for chains, where depth is j.
+            after the other in T rows, no fewer than ``q_lens`` has in all (which ``check_metadata`` checks).
+        depths: for draft trees, drafts between each row and the anchor, [S] or [B, S]: row j is cached at
+            ``prefix + j``, but its ``positions`` entry is ``prefix + depths[j]``. None for chains, where depth is j.
         max_len: as in ``for_decode``: drafts cached at or past it are dropped.
         page_map: as in ``for_decode``.
     """
-    _check_arrays(page_table, page_map, prefix_lens=prefix_lens, q_lens=q_lens)
+    page_table, page_map, prefix_lens, q_lens = _int32(page_table, page_map, prefix_lens=prefix_lens, q_lens=q_lens)
+    check_integer("num_tokens", num_tokens, 1)
     if q_lens is None:
         q_lens = jnp.full_like(prefix_lens, num_tokens)
     stand = None
     if depths is not None:
-        if not jnp.issubdtype(depths.dtype, jnp.integer):
-            raise ValueError(f"depths has dtype {depths.dtype}, must be an integer dtype")
+        depths = _integers("depths", depths)
         if depths.shape not in ((num_tokens,), (*prefix_lens.shape, num_tokens)):
             raise ValueError(f"depths has shape {depths.shape}, must be [S] or [B, S] with S = {num_tokens}")
         stand = prefix_lens[:, None] + jnp.broadcast_to(depths, (*prefix_lens.shape, num_tokens))
@@ -158,7 +159,7 @@ def for_draft_extend(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
-    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
+    page_table, page_map, seq_lens, q_lens = _int32(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     return _layout(page_table, seq_lens - q_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map)
 
 
@@ -184,13 +185,16 @@ def for_draft_decode(
         page_size: tokens per page P.
         num_tokens: static rows per request: the nodes of this level of a tree, 1 for a chain.
         num_drafted: nodes that earlier steps cached; row j is cached at ``seq_len + num_drafted + j``. ``step`` if
-        None,
-            as in a chain.
+            None, as in a chain.
         q_lens: ``num_tokens``, or 0 for a padding request; all ``num_tokens`` if None.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
-    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
+    page_table, page_map, seq_lens, q_lens = _int32(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
+    check_integer("num_tokens", num_tokens, 1)
+    _steps("step", step)
+    if num_drafted is not None:
+        _steps("num_drafted", num_drafted)
     if q_lens is None:
         q_lens = jnp.full_like(seq_lens, num_tokens)
     prefix_lens = seq_lens + (step if num_drafted is None else num_drafted)
@@ -222,7 +226,7 @@ def for_extend(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
-    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
+    page_table, page_map, seq_lens, q_lens = _int32(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     return _layout(page_table, seq_lens - q_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map)
 
 
@@ -246,11 +250,11 @@ def for_mixed(
         q_lens: 1 for a decoding request, the new tokens of an extending one, 0 for padding.
         max_q_len: static bound S of ``q_lens``.
         page_size: tokens per page P.
-        num_rows: rows T of the call.
+        num_rows: rows T of the call, as in ``for_target_verify``.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
     """
-    _check_arrays(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
+    page_table, page_map, seq_lens, q_lens = _int32(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     return _layout(page_table, seq_lens - q_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map)
 
 
@@ -268,12 +272,16 @@ def page_table_from_tokens(
 
     Args:
         req_to_token: slot (``page * P + offset``) of each token of each request.
-        request_ids: rows of the map to take.
+        request_ids: rows of the map to take; for an id outside it, which a padding request may have, the nearest.
         page_size: tokens per page P.
         table_width: pages per request W; the whole map if None.
     """
-    if page_size < 1:
-        raise ValueError(f"page_size={page_size} must be an integer of at least 1")
+    req_to_token, request_ids = _integers("req_to_token", req_to_token), _integers("request_ids", request_ids)
+    if req_to_token.ndim != 2:
+        raise ValueError(f"req_to_token has shape {req_to_token.shape}, must be [requests, tokens]")
+    if request_ids.ndim != 1:
+        raise ValueError(f"request_ids has shape {request_ids.shape}, must be [B]")
+    check_integer("page_size", page_size, 1)
     width = -(-req_to_token.shape[1] // page_size) if table_width is None else table_width
     if not 1 <= width <= -(-req_to_token.shape[1] // page_size):
         raise ValueError(f"table_width={table_width} must be 1 to {-(-req_to_token.shape[1] // page_size)}")
@@ -293,25 +301,47 @@ def row_owners(
     return owner, (offset >= 0) & (offset < q_lens[owner])
 
 
-def _check_arrays(page_table, page_map, **lengths) -> None:
-    """Ranks and dtypes of what a builder is given; None is what it is not given."""
-    for name, array in {"page_table": page_table, "page_map": page_map, **lengths}.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")
+def _int32(page_table, page_map, **lengths):
+    """What a builder is given as int32, its ranks checked; None is what it is not given."""
+    page_table = _integers("page_table", page_table)
     if page_table.ndim != 2:
         raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W]")
+    page_map = None if page_map is None else _integers("page_map", page_map)
     if page_map is not None and (page_map.ndim != 1 or page_map.size == 0):
         raise ValueError(f"page_map has shape {page_map.shape}, must be [V], V at least 1")
+    lengths = {name: None if array is None else _integers(name, array) for name, array in lengths.items()}
     batch = page_table.shape[0]
     for name, array in lengths.items():
         if array is not None and array.shape != (batch,):
             raise ValueError(f"{name} has shape {array.shape}, must be ({batch},), one for each row of page_table")
+    return page_table, page_map, *lengths.values()
+
+
+def _integers(name: str, array) -> Int[Array, "..."]:
+    """As int32; what does not fit becomes its nearest limit, out of every range."""
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise ValueError(f"{name} is a {type(array).__name__}, must be an array")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")
+    limits, held = np.iinfo(np.int32), np.iinfo(array.dtype)
+    if held.max > limits.max:
+        array = array.clip(max(held.min, limits.min), limits.max)
+    return jnp.asarray(array, jnp.int32)
+
+
+def _steps(name: str, value) -> None:
+    """ValueError unless ``value`` is one integer and, where it is known, not negative."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        check_integer(name, value, 0)
+    elif value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, must be one integer, []")
 
 
 def _layout(
     page_table, prefix_lens, q_lens, max_q_len, num_rows, page_size, max_len, page_map, stand=None
 ) -> AttentionMetadata:
     """Place the rows: a dense block of ``max_q_len`` rows per request, or packed into ``num_rows``."""
+    check_integer("max_q_len", max_q_len, 1)
     batch = q_lens.shape[0]
     if num_rows is None:
         starts = jnp.arange(batch, dtype=jnp.int32) * max_q_len
@@ -326,9 +356,10 @@ def _build(
 ) -> AttentionMetadata:
     """Rows are cached from ``prefix_lens`` on; ``stand`` [B, S], if given, is where they stand instead."""
     batch, width = page_table.shape
-    for name, value, least in (("max_q_len", max_q_len, 1), ("page_size", page_size, 1), ("num_rows", num_rows, 0)):
-        if value < least:
-            raise ValueError(f"{name}={value} must be an integer of at least {least}")
+    check_integer("page_size", page_size, 1)
+    check_integer("num_rows", num_rows, 0)
+    if width == 0:
+        raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W] with W at least 1")
     max_len = width * page_size if max_len is None else max_len
     if not 1 <= max_len <= width * page_size:
         raise ValueError(f"max_len={max_len} must be 1 to W * P = {width * page_size}")
@@ -336,23 +367,23 @@ def _build(
     # Rows past the limit are no rows: the rest keep their positions, because q_lens and kv_lens shrink together. A
     # negative prefix is no request: its positions would wrap to the end of the table.
     room = jnp.where(prefix_lens < 0, 0, jnp.clip(max_len - prefix_lens, 0, max_q_len))
-    q_lens = jnp.clip(q_lens, 0, room).astype(jnp.int32)
-    kv_lens = jnp.where(q_lens > 0, prefix_lens + q_lens, 0).astype(jnp.int32)
+    q_lens = jnp.clip(q_lens, 0, room)
+    kv_lens = jnp.where(q_lens > 0, prefix_lens + q_lens, 0)
     if page_map is not None:
         mapped = jnp.take(page_map, page_table, mode="fill", fill_value=-1)
         page_table = jnp.where(page_table < 0, -1, mapped)  # a negative index would wrap
     if batch == 0:  # there is nothing to look up
-        slots, positions = jnp.full(num_rows, -1), jnp.zeros(num_rows)
+        slots, positions = jnp.full(num_rows, -1, jnp.int32), jnp.zeros(num_rows, jnp.int32)
     else:
         slots, positions = _place(page_table, q_starts, q_lens, prefix_lens, num_rows, page_size, stand)
     return AttentionMetadata(
-        q_starts=q_starts.astype(jnp.int32),
+        q_starts=q_starts,
         q_lens=q_lens,
         kv_lens=kv_lens,
-        page_table=page_table.astype(jnp.int32),
+        page_table=page_table,
         kv_offsets=jnp.zeros(batch, jnp.int32),
-        slots=slots.astype(jnp.int32),
-        positions=positions.astype(jnp.int32),
+        slots=slots,
+        positions=positions,
         work=jnp.zeros(0, jnp.int32),
         max_q_len=max_q_len,
     )
@@ -389,8 +420,10 @@ def check_metadata(metadata: AttentionMetadata, *, num_pages: int, page_size: in
     reach = xp.concatenate([xp.zeros(1, xp.int32), _running_max(xp, xp.where(used, ends, 0))[:-1]])
     held = -(-(m.kv_lens - m.kv_offsets) // m.kv_stride)  # table slots in use
     columns = xp.arange(width)[None] * page_size < held[:, None]
-    taken = xp.sort(xp.where(m.slots < 0, -1 - xp.arange(rows), m.slots))
-    again = xp.concatenate([xp.zeros(min(rows, 1), bool), (taken[1:] == taken[:-1]) & (taken[1:] >= 0)])
+    order = xp.argsort(m.slots, stable=True)  # of rows with one slot, the first comes first
+    taken = m.slots[order]
+    later = xp.concatenate([xp.zeros(min(rows, 1), bool), (taken[1:] == taken[:-1]) & (taken[1:] >= 0)])
+    again = later[xp.argsort(order)]
     for field, values, wrong, allowed in (
         ("q_lens", m.q_lens, (m.q_lens < 0) | (m.q_lens > m.max_q_len), f"must be 0 to max_q_len={m.max_q_len}"),
         ("q_starts", m.q_starts, outside, f"rows must lie in 0 to T={rows}"),
@@ -405,7 +438,7 @@ def check_metadata(metadata: AttentionMetadata, *, num_pages: int, page_size: in
             f"must be 0 to N - 1 = {num_pages - 1}",
         ),
         ("slots", m.slots, m.slots >= num_pages * page_size, f"must be below N * P = {num_pages * page_size}"),
-        ("slots", taken, again, "written twice"),
+        ("slots", m.slots, again, "written twice"),
     ):
         _require(xp, field, values, wrong, allowed)
 

@@ -2,6 +2,14 @@
 
 import dataclasses
 import math
+import numbers
+from typing import Any
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    """ValueError unless a static ``value`` is an integer of at least ``least``."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value} must be an integer of at least {least}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +35,11 @@ class MLASpec:
 
     def __post_init__(self):
         for name, least in (("num_heads", 1), ("kv_lora_rank", 1), ("qk_rope_head_dim", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be an integer of at least {least}")
+            check_integer(name, getattr(self, name), least)
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"scale={self.scale} must be a positive finite number")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be None or at least 1 (it counts the row's own key)")
+        if self.window is not None:  # it counts the row's own key
+            check_integer("window", self.window, 1)
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ValueError(f"soft_cap={self.soft_cap} must be None or positive")
 

@@ -96,7 +96,8 @@ _ABSORBED_DOC = """
         pool: the cache; donated.
         metadata: from the mode's builder; its ``slots`` say where the rows go.
         spec: static facts of the attention.
-        layer: layer of the pool, a Python int or an int32 scalar.
+        layer: layer of the pool, a Python int or an int32 scalar. It is traced here: one that does not exist cannot be
+            refused, writes nothing, and gives results that mean nothing.
         tree_mask: of ``mla_attention``, for verifying or drafting trees.
         query_scaling: position-dependent scaling of the queries.
         implementation: of ``mla_attention``.

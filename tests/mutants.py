@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant("slot N * P enters the next layer", "cache/write.py", "(slots < pool.num_pages * pool.page_size)", "(slots <= pool.num_pages * pool.page_size)", WRITE + "test_rows_go_to_their_slots_and_nowhere_else"),
     Mutant("moves in one layer only", "cache/write.py", "layers = jnp.arange(pool.num_layers, dtype=jnp.int32)[:, None]", "layers = jnp.zeros((pool.num_layers, 1), jnp.int32)", WRITE + "test_moving_rows"),
     Mutant("page stride ignored", "cache/pools.py", "return pages * self.page_stride +", "return pages +", "tests/cache/test_pools.py::test_placement"),
-    Mutant("merge trusts an empty part", "mla_attn/ops/merge.py", "jnp.where(share > 0, out.astype(jnp.float32) * share, -0.0)", "out.astype(jnp.float32) * share", MERGE + "test_empty_states_change_no_bit"),
+    Mutant("merge trusts an empty part", "mla_attn/ops/merge.py", "jnp.where(share != 0, out.astype(jnp.float32) * share, -0.0)", "out.astype(jnp.float32) * share", MERGE + "test_empty_states_change_no_bit"),
     Mutant("sink in the LSE's sign", "mla_attn/ops/merge.py", "jax.nn.sigmoid(", "jax.nn.sigmoid(-1.0 * ", MERGE + "test_sink_enters_the_denominator_once"),
     Mutant("reference causal off by one", "mla_attn/reference/dense.py", "visible &= p <= at\n", "visible &= p <= at - 1\n", REFERENCE + "test_lengths_and_mixed_rows"),
     Mutant("reference drops its mask of values", "mla_attn/reference/dense.py", "jnp.where(seen, v, 0.0)", "v", REFERENCE + "test_poison_changes_no_bit"),

@@ -529,6 +529,10 @@ def test_virtual_pages():
         ({"q_lens": jnp.ones(2)}, "q_lens has dtype float32, must be an integer dtype"),
         ({"page_map": i32()}, r"page_map has shape \(0,\), must be \[V\]"),
         ({"page_map": jnp.ones(2)}, "page_map has dtype float32, must be an integer dtype"),
+        ({"page_table": [[0], [1]]}, "page_table is a list, must be an array"),
+        ({"page_table": i32([], [])}, r"page_table has shape \(2, 0\), must be \[B, W\] with W at least 1"),
+        ({"page_size": 4.0}, "page_size=4.0 must be an integer of at least 1"),
+        ({"max_q_len": 1.0}, "max_q_len=1.0 must be an integer of at least 1"),
     ],
 )
 def test_errors(unchecked, change, message):
@@ -539,9 +543,49 @@ def test_errors(unchecked, change, message):
 
 
 def test_errors_of_depths(unchecked):
-    for depths in (i32(0, 1, 2), i32([0, 1]), jnp.zeros(2)):
-        with pytest.raises(ValueError, match=r"depths has (shape|dtype)"):
+    for depths in (i32(0, 1, 2), i32([0, 1]), jnp.zeros(2), [0, 1]):
+        with pytest.raises(ValueError, match=r"depths (has (shape|dtype)|is a list)"):
             md.for_target_verify(TABLE, i32(*COMMITTED), num_tokens=2, page_size=16, depths=depths)
+
+
+@pytest.mark.parametrize("name", ["step", "num_drafted"])
+@pytest.mark.parametrize("value", [-1, 1.5, jnp.ones(()), i32(1)])
+def test_errors_of_draft_steps(unchecked, name, value):
+    """Before the committed rows there is nothing to draft."""
+    with pytest.raises(ValueError, match=rf"{name}(=| is )"):
+        md.for_draft_decode(TABLE, i32(*COMMITTED), **{"step": 0, name: value}, page_size=16)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"req_to_token": jnp.zeros((3, 32))}, "req_to_token has dtype float32"),
+        ({"req_to_token": i32(0, 1)}, r"req_to_token has shape \(2,\), must be \[requests, tokens\]"),
+        ({"request_ids": i32([0])}, r"request_ids has shape \(1, 1\), must be \[B\]"),
+    ],
+)
+def test_errors_of_token_maps(unchecked, change, message):
+    call = {"req_to_token": jnp.zeros((3, 32), jnp.int32), "request_ids": i32(0), "page_size": 16, **change}
+    with pytest.raises(ValueError, match=message):
+        md.page_table_from_tokens(**call)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64"])
+def test_integers_of_any_width(unchecked, dtype):
+    """Slots are counted in int32 whatever ids and lengths come in, NumPy's own integers too; -1 is what it is."""
+    table, lens = np.array([[100, 7], [3, 101]]), np.array([65, 3])
+    want = md.for_extend(i32(*table), i32(*lens), i32(2, 5), max_q_len=5, page_size=64)
+    got = md.for_extend(table.astype(dtype), lens.astype(dtype), i32(2, 5), max_q_len=5, page_size=64)
+    assert want.q_lens.tolist() == [2, 0]  # more rows than tokens is no request
+    assert want.slots.tolist()[:2] == [100 * 64 + 63, 7 * 64]
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all() and a.dtype == b.dtype, got, want))
+
+
+def test_ids_past_int32_are_no_pages(unchecked):
+    table = np.array([[2**32 + 5, -(2**33)]])
+    metadata = md.for_extend(table, np.array([8]), i32(8), max_q_len=8, page_size=4)
+    assert metadata.page_table.tolist() == [[INT32.max, INT32.min]]
+    assert metadata.slots.tolist() == [-1] * 8
 
 
 VALID = md.AttentionMetadata(
@@ -576,7 +620,7 @@ VIOLATIONS = {
         {"page_table": VALID.page_table.at[3, 1].set(8)}, "page_table", (3, 1), 8, "must be 0 to N - 1 = 7",
     ),
     "slots: past the pool": ({"slots": VALID.slots.at[5].set(32)}, "slots", 5, 32, "must be below N * P = 32"),
-    "slots: twice": ({"slots": VALID.slots.at[6].set(19)}, "slots", None, 19, "written twice"),
+    "slots: twice": ({"slots": VALID.slots.at[6].set(19)}, "slots", 6, 19, "written twice"),
 }  # fmt: skip
 
 _checked = jax.jit(checkify.checkify(functools.partial(md.check_metadata, num_pages=8, page_size=4)))
@@ -603,8 +647,7 @@ def test_each_violation_is_found(name):
     wrong = dataclasses.replace(VALID, **change)
     with pytest.raises(ValueError) as error:
         md.check_metadata(wrong, num_pages=8, page_size=4)
-    place = f"{field}[{index}]={value}: " if index is not None else f"={value}: "
-    assert place in str(error.value) and allowed in str(error.value) and str(error.value).startswith(field)
+    assert str(error.value).startswith(f"{field}[{index}]={value}: ") and allowed in str(error.value)
     found, _ = _checked(wrong)
     with pytest.raises(checkify.JaxRuntimeError) as error:
         found.throw()

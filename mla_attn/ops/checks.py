@@ -1,9 +1,17 @@
 """Checks at trace time, with the argument, its value and what is allowed in the message."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+def check_array(name: str, array) -> None:
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise ValueError(f"{name} is a {type(array).__name__}, must be an array")
 
 
 def check_shape(name: str, array, shape: tuple[int, ...], meaning: str) -> None:
+    check_array(name, array)
     if tuple(array.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {shape}: {meaning}")
 

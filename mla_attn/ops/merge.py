@@ -54,7 +54,7 @@ def merge_states(
     shift = jnp.where(jnp.isneginf(top), 0.0, top)  # all empty: -inf - -inf would be NaN
     weights = [jnp.exp(lse - shift) for lse in lses]
     total = sum(weights, jnp.zeros_like(shift))
-    filled = total > 0
+    filled = total != 0  # NaN is not empty
     total = jnp.where(filled, total, 1.0)
     lse = jnp.where(filled, shift + jnp.log(total), -jnp.inf)
     # exp(lse) / (exp(lse) + exp(sink))
@@ -62,6 +62,6 @@ def merge_states(
     merged = jnp.full(outs[0].shape, -0.0, jnp.float32)  # the identity of addition: 0.0 would turn -0.0 into 0.0
     for out, weight in zip(outs, weights, strict=True):
         share = (weight / total * kept)[..., None]  # not exp(part - lse): a large lse is rounded more than its parts
-        merged += jnp.where(share > 0, out.astype(jnp.float32) * share, -0.0)
+        merged += jnp.where(share != 0, out.astype(jnp.float32) * share, -0.0)
     merged = jnp.where(filled[..., None], merged, 0.0)
     return merged.astype(outs[0].dtype if out_dtype is None else out_dtype), lse

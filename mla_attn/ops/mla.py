@@ -12,7 +12,7 @@ from mla_attn import mosaic_gpu
 from mla_attn.cache.pools import LatentPool
 from mla_attn.dispatch import Implementation, choose, current_device
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops.checks import check_out_dtype, check_pool, check_shape, check_type
+from mla_attn.ops.checks import check_array, check_out_dtype, check_pool, check_shape, check_type
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
 from mla_attn.xla.mla import mla_attention as xla_mla
@@ -114,6 +114,7 @@ def mla_attention(
     """
     _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer)
     check_out_dtype(out_dtype)
+    metadata, tree_mask = jax.tree.map(jnp.asarray, (metadata, tree_mask))  # NumPy's cannot be indexed while traced
     out_dtype = np.dtype(q_latent.dtype if out_dtype is None else out_dtype)
     call = _call(pool, metadata, spec, causal, tree_mask is not None, batch_invariant)
     chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
@@ -194,6 +195,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):
     batch = metadata.q_lens.shape[0]
     for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets"):
         check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")
+    check_array("metadata.page_table", metadata.page_table)
     check_shape("metadata.page_table", metadata.page_table, (batch, metadata.page_table.shape[-1]), "[B, W]")
     for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table"):
         check_type(f"metadata.{name}", getattr(metadata, name), jnp.int32)
@@ -203,6 +205,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):
         raise ValueError(f"max_q_len={metadata.max_q_len} and kv_stride={metadata.kv_stride} must be at least 1")
     pool.check_layer(layer)
     if tree_mask is not None:
+        check_array("tree_mask", tree_mask)
         if tree_mask.ndim != 3:
             raise ValueError(f"tree_mask has shape {tree_mask.shape}, must be [B, S, M]")
         rows = metadata.max_q_len

@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mla_attn.dispatch import Implementation, choose
-from mla_attn.ops.checks import check_out_dtype, check_shape, check_type
+from mla_attn.ops.checks import check_array, check_out_dtype, check_shape, check_type
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
+from mla_attn.specs import check_integer
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
 
@@ -90,6 +91,7 @@ def ragged_attention(
         NotImplementedError: no implementation (or not the named one) serves the call, with the reason.
     """
     for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[Tk, K, D]"), ("v", v, "[Tk, K, V]")):
+        check_array(name, array)
         if array.ndim != 3:
             raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {axes}")
     rows, keys = q.shape[0], k.shape[0]
@@ -105,8 +107,7 @@ def ragged_attention(
         check_shape(name, array, q_lens.shape, "[B] of q_lens")
         check_type(name, array, jnp.int32)
     for name, value in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be an integer of at least 1")
+        check_integer(name, value, 1)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale={scale} must be a positive finite number")
     if window is not None and (window < 1 or not causal):
@@ -115,6 +116,7 @@ def ragged_attention(
         raise ValueError(f"soft_cap={soft_cap} must be None or positive")
     check_out_dtype(out_dtype)
 
+    q_starts, q_lens, kv_starts, kv_lens = map(jnp.asarray, (q_starts, q_lens, kv_starts, kv_lens))
     chosen = choose("ragged_attention", call, IMPLEMENTATIONS, implementation)
     with jax.named_scope(f"ragged_attention_{chosen.name}"):
         out, lse = chosen.run(

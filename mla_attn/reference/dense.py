@@ -28,7 +28,8 @@ def attend(
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
     out = jnp.einsum("bshm,bmhv->bshv", weights, v, precision=Precision.HIGHEST)
-    out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), 0.0)
+    filled = total != 0  # NaN is not empty
+    out = jnp.where(filled, out / jnp.where(filled, total, 1.0), 0.0)
     return out, (jnp.log(total) + top)[..., 0]
 
 

@@ -97,7 +97,7 @@ def blockwise_attention(
     rows, heads, _ = q.shape
     kv_heads, v_dim = values
     if rows == 0 or requests == 0:
-        return jnp.zeros((rows, heads, v_dim)), jnp.full((rows, heads), -jnp.inf)
+        return jnp.zeros((rows, heads, v_dim), jnp.float32), jnp.full((rows, heads), -jnp.inf, jnp.float32)
 
     first, count = _block_ranges(batch, plan, rules)
     ends = jnp.cumsum(count)
@@ -120,10 +120,11 @@ def blockwise_attention(
         index = tile + lanes
         return _put(state, index, _update(_take(state, index), q_tile, k, v, visible, rules))
 
-    state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, v_dim)))
+    f32 = jnp.float32
+    state = (jnp.full(shape, -jnp.inf, f32), jnp.zeros(shape, f32), jnp.zeros((*shape, v_dim), f32))
     state = lax.fori_loop(0, share, step, state)
     top, total, acc = _merge_lanes(state, count, ends, share, plan.lanes)
-    filled = total > 0
+    filled = total != 0  # NaN is not empty
     out = jnp.where(filled[..., None], acc / jnp.where(filled, total, 1.0)[..., None], 0.0)
     lse = jnp.where(filled, top + jnp.log(jnp.where(filled, total, 1.0)), -jnp.inf)
     return _to_rows(out, lse, batch, plan, rows, group)
@@ -215,7 +216,7 @@ def _merge_lanes(state, count, ends, share, lanes: int):
         return new_top, total * a + part_total * b, acc * a[..., None] + part_acc * b[..., None]
 
     empty = tuple(
-        jnp.full((count.shape[0], *x.shape[1:]), fill) for x, fill in zip(state, (-jnp.inf, 0, 0), strict=True)
+        jnp.full((count.shape[0], *x.shape[1:]), fill, x.dtype) for x, fill in zip(state, (-jnp.inf, 0, 0), strict=True)
     )
     return lax.fori_loop(0, parts.max(), add, empty)
 

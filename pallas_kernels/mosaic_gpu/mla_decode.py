@@ -81,7 +81,7 @@ def mla_decode(
     Float32[Array, "partials group_rows R"],
     Float32[Array, "partials group_rows"],
 ]:
-    """``(out, lse)``, and partial results with their log2-sum-exp for what the combine joins.
+    """``(out, lse)``, ``lse`` a natural log, and partial results with their log2-sum-exp for what the combine joins.
 
     Args:
         q_latent: packed rows (token, head).
@@ -92,6 +92,9 @@ def mla_decode(
         work: of ``schedule.work_list`` for ``plan``.
         tree: bit c % 32 of ``tree[c // 32, row]`` says whether the row sees key c of ``call.tree_keys``, as in a tree
             mask; ``plan.group_rows`` rows of anything follow the last. None without a tree.
+        call: what scores are made of, and where pages lie.
+        plan: that ``work`` was made for.
+        config: how the kernel runs.
 
     Raises:
         ValueError: ``plan.group_rows`` is not 64.
@@ -160,7 +163,15 @@ class _Body(Block):
 
 
 class _Consumer:
-    """What both warpgroups with value channels do alike."""
+    """What both warpgroups with value channels do alike.
+
+    A row's sum is kept in two parts: each warpgroup adds up the probabilities of its own tiles, and ``_finish`` joins
+    them. With one query token and no tree, keys that a row must not see are in the last pair alone, so that only that
+    one is masked.
+
+    A half of a tile is read as keys by the tile's warpgroup, then as values by the half's. The latter alone gives it
+    back, and before clears it of unused rows: it has waited for what the tile's warpgroup made of the keys.
+    """
 
     number: int  # of the warpgroup, and of its tile in a pair
     order: tuple[str, ...]  # in which the parts of its tile arrive
@@ -190,7 +201,7 @@ class _Consumer:
         o, m, sums = self.step(body.pairs - 1, carry, last=True)
         following = body.read_item(turn + 1)  # on its way while this item ends
         self._finish(o, m, sums)
-        self.release("side", 1 - self.number)
+        self.release("side", 1 - self.number)  # not given back in the last pair: results leave through it
         return following
 
     def run_products(self, products, carry, *, last: bool):

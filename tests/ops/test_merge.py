@@ -107,6 +107,13 @@ def test_empty_states_give_an_empty_one(payload):
         assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
 
 
+def test_nan_is_no_empty_state():
+    """What went wrong in one part goes on to the whole."""
+    outs = [jnp.ones((ROWS, HEADS, DIM))] * 2
+    out, lse = merge(outs, [jnp.full((ROWS, HEADS), jnp.nan), jnp.zeros((ROWS, HEADS))])
+    assert jnp.isnan(out).all() and jnp.isnan(lse).all()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("lse", [None, 0.0, 88.7, -1e30, 1e30])
 def test_empty_states_change_no_bit(dtype, lse):

@@ -110,6 +110,8 @@ def test_the_call_without_changes_is_right(call):
         ),
         ({"tree_mask": zeros(2, 2, 1, dtype=bool)}, r"tree_mask is bool\[2, 2, 1\]"),
         ({"tree_mask": zeros(2, 3, 3, dtype=bool)}, r"tree_mask is bool\[2, 3, 3\]"),
+        ({"tree_mask": [[[True]]]}, "tree_mask is a list, must be an array"),
+        ({"q_latent": [1.0]}, "q_latent is a list, must be an array"),
         ({"tree_mask": zeros(2, 2, dtype=bool)}, r"tree_mask has shape \(2, 2\), must be \[B, S, M\]"),
         ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),
     ],
@@ -122,3 +124,48 @@ def test_errors(call, change, message):
 def test_a_tree_with_a_window_is_not_served(call):
     with pytest.raises(NotImplementedError, match="tree_mask with window=3"):
         call(tree_mask=zeros(2, 2, 2, dtype=bool), spec={"window": 3})
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_arrays_of_numpy(unchecked, implementation):
+    """An allocator's page tables and a tree's mask are NumPy's; closed over, they meet traced indices."""
+    batch = helpers.poisoned_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+    mask = np.tri(2, dtype=bool)[None].repeat(2, axis=0)
+    attend = functools.partial(mla_attention, spec=batch.spec, implementation=implementation)
+    want = attend(batch.q_latent, batch.q_rope, batch.pool, batch.metadata, tree_mask=jnp.asarray(mask))
+    metadata = jax.tree.map(np.asarray, batch.metadata)
+    q_latent, q_rope = np.asarray(batch.q_latent), np.asarray(batch.q_rope)
+    got = attend(q_latent, q_rope, batch.pool, metadata, tree_mask=mask)
+    closed = jax.jit(lambda pool: attend(q_latent, q_rope, pool, metadata, tree_mask=mask))(batch.pool)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(closed, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["query", "key"])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_nan_is_not_taken_for_no_key(implementation, what):
+    """A broken cache must not look like an empty one."""
+    batch = helpers.poisoned_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+    q_latent, pool = batch.q_latent, batch.pool
+    if what == "query":
+        q_latent = q_latent.at[0].set(np.nan)
+    else:
+        page = pool.physical_pages(batch.metadata.page_table[0, 0], batch.layer)
+        pool = dataclasses.replace(pool, data=pool.data.at[page, 0].set(np.nan))
+    options = {"layer": batch.layer, "return_lse": True, "implementation": implementation}
+    out, lse = mla_attention(q_latent, batch.q_rope, pool, batch.metadata, batch.spec, **options)
+    assert jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
+    assert jnp.isfinite(out[1:3]).all()
+
+
+def test_in_double_precision():
+    """JAX's wider defaults leave the op as it is."""
+    batch = helpers.poisoned_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+    with jax.enable_x64(True):
+        out, lse = mla_attention(
+            batch.q_latent, batch.q_rope, batch.pool, batch.metadata, batch.spec, return_lse=True, implementation="xla"
+        )
+    want, want_lse, _ = batch.expected()
+    assert out.dtype == lse.dtype == jnp.float32
+    np.testing.assert_allclose(out[:3], want[:3], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse[:3], want_lse[:3], rtol=1e-5)
