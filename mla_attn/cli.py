@@ -131,11 +131,18 @@ def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
         ("prefill_chunk", 1),
         ("max_batch", 1),
         ("num_pages", 1),
-        ("seed", 0),
     ):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed {options.seed} must be 0 to 2**32 - 1")
+    longest, positions = max(map(len, prompts)), model.config.max_position_embeddings
+    if longest + options.max_new_tokens > positions:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens and --max-new-tokens is {options.max_new_tokens}: together they "
+            f"must be at most max_position_embeddings={positions}"
+        )
     tree = options.tree or (DraftTree.chain(options.speculate) if options.speculate else None)
     drafts, page_size = tree.size - 1 if tree else 0, options.page_size
     lengths = [len(prompt) + options.max_new_tokens for prompt in prompts]
@@ -176,8 +183,11 @@ def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
         if not _is_ids(options.prompt_ids):
             raise ValueError(f"--prompt-ids {options.prompt_ids!r} must be comma-separated token ids, as 1,2,3")
         return [_ids(options.prompt_ids)]
-    with open(options.prompts_file, encoding="utf-8") as file:
-        lines = [line.rstrip("\n") for line in file if line.strip()]  # splitlines() would cut at form feeds too
+    try:
+        with open(options.prompts_file, encoding="utf-8-sig") as file:
+            lines = [line.rstrip("\n") for line in file if line.strip()]  # splitlines() would cut at form feeds too
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts-file {options.prompts_file!r} must be text in UTF-8: {error}") from None
     if not lines:
         raise ValueError(f"--prompts-file {options.prompts_file!r} holds no prompt, must hold one a line")
     return [_ids(line) if _is_ids(line) else tokenizer.encode(line) for line in lines]

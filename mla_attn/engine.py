@@ -9,12 +9,13 @@ on the device. The host plans with what it knows, the most tokens a request can 
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +25,13 @@ from mla_attn.buckets import backend_compiles, ladder, warm_up
 from mla_attn.cache import LatentPool
 from mla_attn.cache.pages import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
+from mla_attn.dispatch import choose, current_device
 from mla_attn.models.deepseek import DeepseekForCausalLM
+from mla_attn.ops import mla
 from mla_attn.passes import SAMPLING, Shapes
-from mla_attn.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams
+from mla_attn.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams, check_integers
 from mla_attn.slots import SlotPasses, create_slots
+from mla_attn.specs import check_integer
 from mla_attn.speculative import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -84,6 +88,24 @@ class _Launch:
     ahead: int  # most rows a request gains
 
 
+class _Stream(AsyncIterator[Output]):
+    """The outputs that a generator gives, and who to tell when they are left: the generator itself runs no code when it
+    is left before it begins."""
+
+    def __init__(self, outputs: AsyncGenerator[Output, None], leave: Callable[[], None]):
+        self._outputs, self._leave = outputs, leave
+
+    async def __anext__(self) -> Output:
+        return await anext(self._outputs)
+
+    async def aclose(self) -> None:
+        await self._outputs.aclose()
+        self._leave()
+
+    def __del__(self):
+        self._leave()
+
+
 class Engine:
     """Serves one model to many requests.
 
@@ -105,7 +127,9 @@ class Engine:
         implementation: of the attention ops; None picks.
 
     Raises:
-        ValueError: a size below 1, ``max_len`` above the model's positions, or trees for a model that cannot draft.
+        ValueError: a size that is no integer or below 1, ``max_len`` above the model's positions, trees for a model
+            that cannot draft, or an implementation that does not exist.
+        NotImplementedError: the implementation does not serve this model here, with the reason.
     """
 
     passes_class = SlotPasses  # of which benchmarks make variants
@@ -126,23 +150,31 @@ class Engine:
         implementation: str | None = None,
     ):
         positions = model.config.max_position_embeddings
-        for name, value, most in (
-            ("max_batch", max_batch, None),
-            ("num_pages", num_pages, None),
-            ("page_size", page_size, None),
-            ("max_len", max_len, positions),
-            ("prompt_tokens", prompt_tokens, None),
-            ("max_waiting", max_waiting, None),
+        for name, value in (
+            ("max_batch", max_batch),
+            ("num_pages", num_pages),
+            ("page_size", page_size),
+            ("max_len", max_len),
+            ("prompt_tokens", prompt_tokens),
+            ("max_waiting", max_waiting),
         ):
-            if value < 1 or (most is not None and value > most):
-                limit = "" if most is None else f" and at most max_position_embeddings={most}"
-                raise ValueError(f"{name}={value} must be at least 1{limit}")
-        if batches and (min(batches) < 1 or max(batches) < max_batch):
+            check_integer(name, value, 1)
+        if max_len > positions:
+            raise ValueError(f"max_len={max_len} must be at most max_position_embeddings={positions}")
+        batches = () if batches is None else batches
+        check_integers("batches", batches)
+        if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
+        if not isinstance(speculation, Sequence) or not all(isinstance(tree, DraftTree) for tree in speculation):
+            raise ValueError(f"speculation={speculation!r} must be a sequence of DraftTree")
+        dtype = model.embed_tokens.embedding[...].dtype
+        # What an implementation refuses of this model's calls, it refuses of all of them: of decode too.
+        call = {"spec": model.attention_spec, "page_size": page_size, "dtype": dtype, "max_q_len": 1}
+        choose("mla_attention", mla.MLACall(**call, **current_device().facts), mla.IMPLEMENTATIONS, implementation)
         self.model, self.max_len, self.speculation = model, max_len, tuple(dict.fromkeys(speculation))
         self.max_batch, self.max_waiting, self._prompt_tokens = max_batch, max_waiting, prompt_tokens
         shapes = Shapes(
-            batches=tuple(sorted(batches)) if batches else ladder(max_batch),
+            batches=tuple(sorted(batches)) if len(batches) else ladder(max_batch),
             # Every second power of two: most passes are full, and programs take long to compile.
             prompt_rows=ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1],
             table_width=-(-max_len // page_size),
@@ -168,7 +200,7 @@ class Engine:
             num_pages=num_pages,
             page_size=page_size,
             spec=model.attention_spec,
-            dtype=model.embed_tokens.embedding[...].dtype,
+            dtype=dtype,
         )
         self._device = (pool, create_slots(model, max_batch, self.speculation))
 
@@ -232,9 +264,10 @@ class Engine:
         """Whether this engine can serve a request, however busy it is.
 
         Raises:
-            ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long with ``max_new_tokens``
-                for ``max_len`` or for all pages; a draft tree the engine was not made with.
+            ValueError: the prompt is empty, no sequence of integers, holds an id outside the vocabulary, or is too long
+                with ``max_new_tokens`` for ``max_len`` or for all pages; a draft tree the engine was not made with.
         """
+        check_integers("prompt", prompt)
         vocab, total = self.model.config.vocab_size, len(prompt) + params.max_new_tokens
         if len(prompt) == 0:
             raise ValueError("prompt is empty, must hold at least one token")
@@ -308,17 +341,21 @@ class Engine:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         params = SamplingParams() if params is None else params
         request = self._add(prompt, params, lambda output: loop.call_soon_threadsafe(queue.put_nowait, output))
-        return self._outputs_of(request, queue)
+        leave = functools.partial(self._leave, request)
+        return _Stream(self._outputs_of(queue, leave), leave)
 
-    async def _outputs_of(self, request: _Request, queue: asyncio.Queue) -> AsyncIterator[Output]:
+    def _leave(self, request: _Request) -> None:
+        request.on_output = None  # the loop may be gone when the cancelled request ends
+        self.cancel(request.id)
+
+    async def _outputs_of(self, queue: asyncio.Queue, leave: Callable[[], None]) -> AsyncGenerator[Output, None]:
         try:
             while True:
                 yield (output := await self._next(queue))
                 if output.finish_reason is not None:
                     return
         finally:
-            request.on_output = None  # the loop may be gone when the cancelled request ends
-            self.cancel(request.id)
+            leave()
 
     async def _next(self, queue: asyncio.Queue) -> Output:
         while queue.empty():
@@ -630,10 +667,11 @@ class Engine:
 
     def _hand_out(self, request: _Request, output: Output) -> None:
         self._outputs.append(output)
-        if request.on_output is None or output.error is not None:
+        tell = request.on_output  # once: a stream that is left, in whatever thread, takes it away
+        if tell is None or output.error is not None:
             return
         try:
-            request.on_output(output)
+            tell(output)
         except BaseException as error:  # whatever it is, other requests' tokens must not be lost by it
             logger.exception("the callback of request %d raised", request.id)
             if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -20,6 +20,7 @@ All builders are pure functions of device arrays with static shapes, to be calle
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.core
@@ -301,7 +302,7 @@ def row_owners(
     return owner, (offset >= 0) & (offset < q_lens[owner])
 
 
-def _int32(page_table, page_map, **lengths):
+def _int32(page_table, page_map, **lengths) -> tuple[Any, ...]:
     """What a builder is given as int32, its ranks checked; None is what it is not given."""
     page_table = _integers("page_table", page_table)
     if page_table.ndim != 2:

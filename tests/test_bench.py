@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from mla_attn.bench import ceilings, command, problem, report, timing
+from mla_attn.bench import ceilings, command, model, problem, report, timing
 from mla_attn.bench import run as bench_run
 from mla_attn.bench.shapes import SETS, Shape, parse_lengths, parse_shape
 from mla_attn.cli import main
@@ -106,11 +106,24 @@ def test_malformed_shapes(text, message):
         (["--shape", "4x16"], "shape '4x16' must be"),
         (["--implementation", "xla,cudnn"], "'cudnn' must be one of"),
         (["--latent", "512"], "as 512+64"),
+        (["--latent", "0+0"], "--latent '0+0' must be latent channels, at least 1"),
+        (["--seed", "-1"], "--seed -1 must be 0 to 2**32 - 1"),
+        (["--seed", "4294967296"], "--seed 4294967296 must be 0 to 2**32 - 1"),
+        (["--json", "/nodir/x.json"], "--json '/nodir/x.json' must be a file that can be written: No such file"),
+        (["--requests", "5"], "--requests must not be given without --serve"),
+        (["--kv-len", "5"], "--kv-len must not be given without --model"),
+        (["--model", "v2-lite", "--shape", SHAPE], "--shape must not be given with --model"),
+        (["--model", "v2-lite", "--dtype", "float32"], "--dtype must not be given with --model"),
+        (["--model", "v2-lite", "--max-batch", "2"], "--max-batch must not be given without --serve"),
+        (["--model", "v2-lite", "--json", "/nodir/x.json"], "--json '/nodir/x.json' must be a file"),
         (["--page-size", "0"], "--page-size 0 must be"),
         (["--repeats", "0"], "--repeats 0 must be"),
     ],
 )
-def test_malformed_options(capsys, arguments, message):
+def test_malformed_options(monkeypatch, capsys, arguments, message):
+    """They are found before anything is measured."""
+    monkeypatch.setattr(bench_run, "measure_ceilings", None)
+    monkeypatch.setattr(model, "measure", None)
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -135,6 +148,17 @@ def test_the_command_names_its_shapes_and_implementations(monkeypatch):
     main(["bench", "--json", "--set", "cpu", "--kv-lens", "6,2*3", "--heads", "2", "--implementation", "xla"])
     cpu = list(SETS["cpu"])
     assert asked == [(cpu, ["xla", "dense-gather"]), ([*cpu, "3x2x1x6+2*3"], ["xla"])]
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_decode_steps_of_a_model(monkeypatch, capsys, tmp_path, to_file):
+    step = model.ModelStep(batch=2, kv_len=8, step_us=4.0, host_us=1.0, kernel_us=None, kernels=None, short_us=1.0)
+    monkeypatch.setattr(model, "measure", lambda *arguments, **options: [step])
+    file = tmp_path / "model.json"
+    assert main(["bench", "--model", "v2-lite", "--batch", "2", "--json", *([str(file)] if to_file else [])]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(file.read_text() if to_file else printed)["steps"] == [dataclasses.asdict(step)]
+    assert ("| 2 | 8 | 4 | 75 % |" in printed) == to_file
 
 
 # Running

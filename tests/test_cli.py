@@ -13,6 +13,7 @@ import pytest
 
 from checkpoints import V2, V3
 from mla_attn import cli, engine
+from mla_attn.models.tokenizer import load_tokenizer
 from mla_attn.requests import EngineStatistics
 from mla_attn.speculative import DraftTree
 from recorder import programs_kept
@@ -51,6 +52,14 @@ def prompts_file(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text(f"The GNU\n\n{', '.join(map(str, PROMPT))}\n   \nof\x0cit", encoding="utf-8")
     return file
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_byte_order_mark_is_no_text(tmp_path, encoding):
+    file = tmp_path / "prompts.txt"
+    file.write_text("hé", encoding=encoding)
+    options = cli._parser().parse_args(["generate", str(V3), "--prompts-file", str(file)])
+    assert cli._prompts(options, load_tokenizer(V3)) == [list("hé".encode())]
 
 
 @pytest.fixture
@@ -226,7 +235,11 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3, "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0 must be"),
         (["generate", V3, "--prompt", "x", "--max-new-tokens", "-5"], "--max-new-tokens -5 must be"),
         (["generate", V3, "--prompt", "x", "--max-new-tokens", "ten"], "invalid int value: 'ten'"),
-        (["generate", V3, "--prompt", "x", "--max-new-tokens", "5000"], "at most max_position_embeddings=4096"),
+        (
+            ["generate", V3, "--prompt", "x", "--max-new-tokens", "5000"],
+            "the longest prompt has 1 tokens and --max-new-tokens is 5000: together they must be at most "
+            "max_position_embeddings=4096",
+        ),
         (["generate", V3, "--prompt", "x", "--page-size", "-1"], "--page-size -1 must be"),
         (["generate", V3, "--prompt", "x", "--prefill-chunk", "0"], "--prefill-chunk 0 must be"),
         (["generate", V3, "--prompt", "x", "--speculate", "-2"], "--speculate -2 must be"),
@@ -235,7 +248,8 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3, "--prompt", "x", "--page-size", "1", "--num-pages", "64"], "they need 65 pages"),
         (["generate", V3, "--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be"),
         (["generate", V3, "--prompt", "x", "--top-p", "0"], "top_p=0.0 must be"),
-        (["generate", V3, "--prompt", "x", "--seed", "-1"], "--seed -1 must be"),
+        (["generate", V3, "--prompt", "x", "--seed", "-1"], "--seed -1 must be 0 to 2**32 - 1"),
+        (["generate", V3, "--prompt", "x", "--seed", str(2**32)], "--seed 4294967296 must be 0 to 2**32 - 1"),
         (["generate", V2, "--prompt", "x", "--speculate", "3"], "no MTP layer"),
         (["generate", V3, "--prompt", "x", "--speculate", "3", "--tree", "2x1"], "not allowed with argument"),
         (["generate", V3, "--prompt", "x", "--tree", "2x0"], "tree '2x0' must be widths of at least 1 joined by x"),
@@ -244,7 +258,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3, "--prompt-ids=-1,2"], "--prompt-ids '-1,2' must be comma-separated token ids"),
         (["generate", V3, "--prompts-file", "/no/such/file"], "/no/such/file"),
         (["generate", V3, "--prompts-file", os.devnull], "holds no prompt, must hold one a line"),
-        (["generate", V3, "--prompts-file", V3 / "model.safetensors"], "'utf-8' codec can't decode"),
+        (["generate", V3, "--prompts-file", V3 / "model.safetensors"], "model.safetensors' must be text in UTF-8: "),
         (["generate", V3, "--prompt", "x", "--prompt-ids", "1"], "not allowed with argument --prompt"),
         (["generate", V3], "one of the arguments --prompt --prompt-ids --prompts-file is required"),
         (["generate", V3, "--prompt", "x", "--implementation", "cuda"], "invalid choice: 'cuda'"),

@@ -149,11 +149,12 @@ def test_replay_measures_from_the_arrival(monkeypatch):
     assert found.duration == pytest.approx(1.2) and clock.slept == pytest.approx(0.7)
     assert [running for _, running, _ in found.timeline] == [1, 1, 0, 1, 0] and found.most_pages == 7
 
-    summary = serve.summarize(found)
+    summary = serve.summarize(found, drafts=True)
     assert (summary["prompt_tokens"], summary["new_tokens"], summary["served"]) == (6, 7, 3)
     assert summary["output_tokens_per_second"] == pytest.approx(7 / 1.2)
     assert summary["total_tokens_per_second"] == pytest.approx(13 / 1.2)
     assert summary["acceptance_length"] == pytest.approx((3 + 0 + 1) / (2 + 0 + 1))
+    assert serve.summarize(found, drafts=False)["acceptance_length"] is None
 
 
 def test_percentiles_are_those_of_numpy():
@@ -196,7 +197,7 @@ def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
         assert request.arrival < record["first"] <= record["last"] <= found["summary"]["duration"]
     summary, configuration = found["summary"], found["configuration"]
     assert (summary["served"], summary["compiles_after_warm_up"], summary["preemptions"]) == (7, 0, 0)
-    assert summary["new_tokens"] == sum(r.new_tokens for r in asked) and summary["acceptance_length"] == 1
+    assert summary["new_tokens"] == sum(r.new_tokens for r in asked) and summary["acceptance_length"] is None
     repeated = sum(r.prefix is not None for r in asked) - len({r.prefix for r in asked} - {None})
     assert 0 < summary["prefix_share"] <= 16 * repeated / summary["prompt_tokens"]
     assert 0 < summary["most_pages"] <= configuration["num_pages"] == 2 * 8
@@ -231,7 +232,7 @@ def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, 
     # All serve the same requests, and none finds prompts that another left in the cache.
     assert len({(g["prompt_tokens"], g["new_tokens"]) for g in got}) == 1 and {g["prefix_share"] for g in got} == {0}
     for right in (0, 3):
-        assert got[right]["acceptance_length"] == got[right + 1]["acceptance_length"] == 1
+        assert (got[right]["acceptance_length"], got[right + 1]["acceptance_length"]) == (None, 1)
         assert got[right + 2]["acceptance_length"] > 1.5
     assert max(running for made in results[3:] for _, running, _ in made["timeline"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -378,9 +379,15 @@ def test_the_engine_is_made_as_asked(monkeypatch):
         (["--tree", "3x0"], "tree '3x0' must be widths"),
         (["--implementation", "xla,reference"], "implementation='xla,reference' must be one of"),
         (["--serve", "nowhere"], "serve='nowhere' must be a folder or one of v2-lite, v3-4-layers"),
+        (["--shape", "4x16x1x100"], "--shape must not be given with --serve"),
+        (["--model", "v2-lite"], "--model must not be given with --serve"),
+        (["--kv-len", "5"], "--kv-len must not be given with --serve"),
+        (["--json", "/nodir/x.json"], "--json '/nodir/x.json' must be a file that can be written: No such file"),
+        (["--plot", "/nodir/x.png"], "--plot '/nodir/x.png' must be a file that can be written: No such file"),
     ],
 )
-def test_bad_arguments(capsys, arguments, message):
+def test_bad_arguments(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(serve.report, "find_matplotlib", lambda: None)
     assert main(["bench", "--serve", str(V3), *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -1,9 +1,12 @@
 """``mla-attn bench``."""
 
 import argparse
+import functools
 import json
 import secrets
 import sys
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 
@@ -12,6 +15,11 @@ from mla_attn.bench.run import default_implementations, run
 from mla_attn.bench.shapes import GRAMMAR, SETS, Shape, parse_lengths, parse_shape
 from mla_attn.cache.pools import POOL_DTYPES
 from mla_attn.dispatch import NAMES
+
+# Options that not all of them take: the bench of shapes, that of --model, and --serve.
+_OF_SHAPES = ("shape", "set", "kv_lens", "heads", "q_len", "latent", "repeats", "unroll")
+_OF_MODEL = ("model", "batch", "kv_len")
+_NOT_OF_MODEL = ("dtype", "seed", "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,41 +49,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="S", help="of all data (default: a new one)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all there is to FILE, or print it for the table")
     add("--plot", metavar="FILE", help="draw a roofline picture, or one of latencies (needs matplotlib)")
+    others = vars(parser.parse_args([])).keys()
     serve.add_arguments(parser)
-    parser.set_defaults(run=main)
+    defaults = vars(parser.parse_args([]))
+    parser.set_defaults(run=functools.partial(_main, defaults=defaults, serving=defaults.keys() - others))
 
 
-def main(options: argparse.Namespace) -> int:
+def _main(options: argparse.Namespace, *, defaults: Mapping[str, Any], serving: Collection[str]) -> int:
     """Exit status: 1 if an implementation is wrong or fails, else 0."""
     if options.list:
         print(GRAMMAR)
         for name, texts in SETS.items():
             print(f"\n{name}:", *texts, sep="\n  ")
         return 0
+
+    def refuse(names: Collection[str], where: str) -> None:
+        for name, value in defaults.items():
+            if name in names and getattr(options, name) != value:
+                raise ValueError(f"--{name.replace('_', '-')} must not be given {where}")
+
     if options.serve is not None:
+        refuse((*_OF_SHAPES, *_OF_MODEL), "with --serve")
         return serve.main(options, _say)
+    refuse(serving, "without --serve")
     if options.model:
+        refuse((*_OF_SHAPES, *_NOT_OF_MODEL), "with --model")
         return model.main(options, _say)
-    if options.plot:
-        report.find_matplotlib()  # before the run rather than after it
-
-    def save(found):
-        if options.json not in (None, "-"):
-            with open(options.json, "w", encoding="utf-8") as file:
-                json.dump(found, file, indent=1)
-
-    found = run(
-        _shapes(options),
-        _implementations(options.implementation),
-        page_size=_at_least_one("--page-size", options.page_size),
-        dtype=options.dtype,
-        latent=_latent(options.latent),
-        repeats=_at_least_one("--repeats", options.repeats),
-        unroll=options.unroll,
-        seed=secrets.randbits(31) if options.seed is None else options.seed,
-        say=_say,
-        save=save,
-    )
+    refuse(_OF_MODEL, "without --model")
+    asked = {
+        "page_size": _at_least_one("--page-size", options.page_size),
+        "dtype": options.dtype,
+        "latent": _latent(options.latent),
+        "repeats": _at_least_one("--repeats", options.repeats),
+        "unroll": options.unroll,
+        "seed": _seed(options.seed),
+    }
+    shapes, implementations = _shapes(options), _implementations(options.implementation)
+    report.check_files(options)
+    found = run(shapes, implementations, **asked, say=_say, save=lambda found: report.save(found, options.json))
     print(json.dumps(found) if options.json == "-" else report.table(found))
     if options.plot:
         report.plot(found, options.plot)
@@ -106,9 +117,17 @@ def _implementations(text: str | None) -> list[str]:
 
 def _latent(text: str) -> tuple[int, int]:
     rank, plus, rope = text.partition("+")
-    if not (plus and rank.isdigit() and rope.isdigit()):
-        raise ValueError(f"--latent {text!r} must be latent and rope channels, as 512+64")
+    if not (plus and rank.isdecimal() and rope.isdecimal() and int(rank) > 0):
+        raise ValueError(f"--latent {text!r} must be latent channels, at least 1, and rope channels, as 512+64")
     return int(rank), int(rope)
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(31)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed {seed} must be 0 to 2**32 - 1")
+    return seed
 
 
 def _at_least_one(name: str, value: int) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mla_attn.bench import timing
+from mla_attn.bench import report, timing
 from mla_attn.bench.run import machine
 from mla_attn.buckets import warm_up
 from mla_attn.cache import LatentPool
@@ -196,6 +196,7 @@ def _steps(passes: Passes, pool: LatentPool, table, *, cached: int, profile: boo
 def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """``mla-attn bench --model``: prints a table, or JSON."""
     batches = [int(part) for part in options.batch.split(",")]
+    report.check_files(options)
     steps = measure(
         options.model,
         batches,
@@ -204,12 +205,13 @@ def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         implementation=options.implementation,
         say=say,
     )
-    if options.json:
-        print(
-            json.dumps({"machine": machine(), "model": options.model, "steps": [dataclasses.asdict(s) for s in steps]})
-        )
+    made = {"machine": machine(), "model": options.model, "steps": [dataclasses.asdict(s) for s in steps]}
+    report.save(made, options.json)
+    if options.json == "-":
+        print(json.dumps(made))
         return 0
-    print(f"{options.model}, random bf16 weights, one query token, page {options.page_size}, on {machine()['device']}")
+    device = made["machine"]["device"]
+    print(f"{options.model}, random bf16 weights, one query token, page {options.page_size}, on {device}")
     print(
         "| batch | kv_len | step us | attention share | kernel us | kernels | host us |\n|---|---|---|---|---|---|---|"
     )

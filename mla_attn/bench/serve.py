@@ -77,9 +77,9 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
     return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)}
 
 
-def summarize(found: Replay, device: dict[str, int | float] | None = None) -> dict:
-    """Figures of a replay and what ``watch`` saw; times in seconds, rates per second, None where there is nothing to
-    tell."""
+def summarize(found: Replay, device: dict[str, int | float] | None = None, *, drafts: bool) -> dict:
+    """Figures of a replay, with drafts or without, and what ``watch`` saw; times in seconds, rates per second, None
+    where there is nothing to tell."""
     records, statistics = found.records, found.statistics
     prompt_tokens = sum(record.prompt_tokens for record in records)
     new_tokens = sum(record.new_tokens for record in records)
@@ -96,7 +96,7 @@ def summarize(found: Replay, device: dict[str, int | float] | None = None) -> di
         "time_to_first_token": percentiles([record.time_to_first_token for record in records]),
         "time_per_output_token": percentiles([record.time_per_token for record in records]),
         "latency": percentiles([record.latency for record in records]),
-        "acceptance_length": _acceptance_length(records),
+        "acceptance_length": _acceptance_length(records) if drafts else None,
         "prefix_share": found.reused_rows / looked_up if looked_up else 0.0,
         "preemptions": found.preemptions,
         "most_pages": found.most_pages,
@@ -111,7 +111,7 @@ def summarize(found: Replay, device: dict[str, int | float] | None = None) -> di
 
 
 def _acceptance_length(records: Sequence[Record]) -> float | None:
-    """Tokens per request and verify pass; 1 without drafts. (A request's first token comes from its prompt.)"""
+    """Tokens per request and verify pass. (A request's first token comes from its prompt.)"""
     passes = sum(max(record.outputs - 1, 0) for record in records)
     return sum(max(record.new_tokens - 1, 0) for record in records) / passes if passes else None
 
@@ -284,10 +284,9 @@ def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     Several batch sizes or kinds of drafts are replayed one after the other on one engine, a row each once it is there;
     JSON then has ``results``, each as that of a single replay, and a file has those so far.
     """
-    if options.plot:
-        report.find_matplotlib()  # before the run rather than after it
     cases = _cases(options)
     _check_engine(options)
+    report.check_files(options)
     say(f"{options.serve}: loading")
     model = _model(options.serve, options.dtype, drafts=any(case.params.speculation for case in cases))
     max_len, num_pages = _sizes(options, cases, model.config.max_position_embeddings)
@@ -306,9 +305,7 @@ def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         if several:
             tell(row(results[-1]))
         made = {"results": results} if several else results[0]
-        if options.json not in (None, "-"):
-            with open(options.json, "w", encoding="utf-8") as file:
-                json.dump(made, file, indent=1)
+        report.save(made, options.json)
         if options.plot:
             title = f"{options.serve} on {results[0]['machine']['device']}, {results[0]['machine']['date'][:10]}"
             plot_batches(results, title, options.plot) if several else plot(found, title, options.plot)
@@ -465,7 +462,7 @@ def _report(
     return {
         "machine": machine(),
         "configuration": configuration,
-        "summary": summarize(found, device),
+        "summary": summarize(found, device, drafts=tree is not None),
         "records": [dataclasses.asdict(record) for record in found.records],
         "timeline": found.timeline,
     }
