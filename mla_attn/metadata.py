@@ -53,6 +53,8 @@ class AttentionMetadata:
         max_q_len: static bound S of ``q_lens``.
         kv_stride: static position step between table slots.
         work_plan: static, what ``work`` was made for by ``plan_mla``; None while it is empty.
+        page_size: static, tokens per page P that ``slots`` were counted with, so that another pool is refused; None if
+            made by hand without it.
     """
 
     q_starts: Int[Array, "B"]
@@ -66,6 +68,7 @@ class AttentionMetadata:
     max_q_len: int = dataclasses.field(metadata={"static": True})
     kv_stride: int = dataclasses.field(default=1, metadata={"static": True})
     work_plan: Hashable = dataclasses.field(default=None, metadata={"static": True})
+    page_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def for_decode(
@@ -387,6 +390,7 @@ def _build(
         positions=positions,
         work=jnp.zeros(0, jnp.int32),
         max_q_len=max_q_len,
+        page_size=page_size,
     )
 
 
@@ -412,6 +416,8 @@ def check_metadata(metadata: AttentionMetadata, *, num_pages: int, page_size: in
         num_pages: pages N of a layer.
         page_size: tokens per page P.
     """
+    if metadata.page_size not in (None, page_size):
+        raise ValueError(f"page_size={page_size} must be metadata's {metadata.page_size}")
     xp = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metadata)) else np
     m = jax.tree.map(xp.asarray, metadata)
     rows, width = m.slots.shape[0], m.page_table.shape[1]

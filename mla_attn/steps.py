@@ -263,7 +263,7 @@ def _check_expanded(q, k, v, pool, metadata, spec):
     check_shape("q", q, (*rows, q.shape[2]), "T of metadata.slots, spec's H")
     check_shape("k", k, (*rows, q.shape[2]), "as q")
     check_shape("v", v, (*rows, v.shape[2]), "rows and heads of q")
-    check_pool(pool, spec)
+    check_pool(pool, spec, metadata)
 
 
 def _fresh(q, k, v, metadata, spec, implementation):

@@ -640,6 +640,13 @@ def test_valid_metadata_passes():
         md.check_metadata(dataclasses.replace(strided, kv_lens=i32(37, 0, 4, 5)), num_pages=8, page_size=4)
 
 
+def test_pages_are_those_of_the_builder():
+    metadata = md.for_decode(TABLE, i32(*COMMITTED), page_size=16)
+    assert metadata.page_size == 16
+    with pytest.raises(ValueError, match="page_size=8 must be metadata's 16"):
+        md.check_metadata(metadata, num_pages=100, page_size=8)
+
+
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_each_violation_is_found(name):
     """On the host with the field, place and value in the message; under a trace by checkify."""

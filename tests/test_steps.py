@@ -416,6 +416,21 @@ def test_errors_of_absorbed_modes(unchecked, world, mode):
         ABSORBED[mode](q_latent, q_rope, latent, rope, pool, metadata, SPEC, implementation="triton")
 
 
+@pytest.mark.parametrize("mode", [*ABSORBED, "prefill", "extend"])
+def test_a_pool_of_other_pages_is_refused(unchecked, world, mode):
+    """Slots counted with another page size would be other rows."""
+    metadata = make_metadata(world, mode if mode in ABSORBED else "extend", (3, 4, 5))
+    pool = world.pool((3, 4, 5))
+    pool = dataclasses.replace(pool, data=pool.data.reshape(-1, pool.page_size // 2, pool.latent_dim))
+    if mode in ABSORBED:
+        step, arrays = ABSORBED[mode], world.absorbed(metadata, 0, (3, 4, 5))
+    else:
+        step, arrays = getattr(steps, mode), world.expanded(metadata, 0, (3, 4, 5))
+    arrays = (*arrays, *(world.weights(0) if mode == "extend" else ()))
+    with pytest.raises(ValueError, match="metadata was made for pages of 4, must be the pool's 2"):
+        step.trace(*arrays, pool, metadata, SPEC)
+
+
 @pytest.mark.parametrize("step", [*ABSORBED.values(), steps.prefill, steps.extend], ids=lambda step: step.__name__)
 def test_steps_are_told_apart(step):
     """Profiles and compilation logs show each under its own name, and each says what it takes."""

@@ -27,7 +27,9 @@ def check_out_dtype(out_dtype) -> None:
         raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a floating dtype")
 
 
-def check_pool(pool, spec) -> None:
+def check_pool(pool, spec, metadata) -> None:
+    if metadata.page_size not in (None, pool.page_size):
+        raise ValueError(f"metadata was made for pages of {metadata.page_size}, must be the pool's {pool.page_size}")
     if (pool.kv_lora_rank, pool.latent_dim) != (spec.kv_lora_rank, spec.latent_dim):
         raise ValueError(
             f"pool holds rows of {pool.kv_lora_rank} + {pool.latent_dim - pool.kv_lora_rank} channels, must be spec's "

@@ -191,7 +191,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):
         check_type(name, array, jnp.floating)
     if q_latent.dtype != q_rope.dtype:
         raise ValueError(f"q_rope has dtype {q_rope.dtype}, must be q_latent's {q_latent.dtype}")
-    check_pool(pool, spec)
+    check_pool(pool, spec, metadata)
     batch = metadata.q_lens.shape[0]
     for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets"):
         check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")

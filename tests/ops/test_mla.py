@@ -102,6 +102,7 @@ def test_the_call_without_changes_is_right(call):
         ({"metadata": {"page_table": zeros(2, 4)}}, "metadata.page_table has dtype float32, must be int32"),
         ({"metadata": {"page_table": zeros(3, 4, dtype=int)}}, r"page_table has shape \(3, 4\), must be \(2, 4\)"),
         ({"metadata": {"page_table": zeros(2, 0, dtype=int)}}, r"page_table has shape \(2, 0\): W must be at least 1"),
+        ({"metadata": {"page_size": 8}}, "metadata was made for pages of 8, must be the pool's 4"),
         ({"metadata": {"max_q_len": 0}}, "max_q_len=0 and kv_stride=1 must be at least 1"),
         ({"metadata": {"kv_stride": 0}}, "max_q_len=2 and kv_stride=0 must be at least 1"),
         (
