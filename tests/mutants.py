@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant("scale squared", BLOCKWISE, "scores = rules.scale * jnp.einsum(", "scores = rules.scale**2 * jnp.einsum(", XLA + "test_lengths_and_mixed_rows"),
     Mutant("soft cap forgotten", "mla_attn/xla/mla.py", "Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask)", "Rules(spec.scale, causal, spec.window, None, tree_mask)", XLA + "test_soft_cap"),
     Mutant("stride ignored", BLOCKWISE, "slots * batch.kv_stride)[:, None, :]", "slots)[:, None, :]", XLA + "test_strided_positions"),
-    Mutant("tile size follows the mode", "mla_attn/xla/mla.py", "tile = 1 if batch_invariant else None", "tile = None", XLA + "test_batch_invariant"),
+    Mutant("tile size follows the mode", "mla_attn/xla/mla.py", "tile = 1 if batch_invariant else None", "tile = None", "tests/xla/test_blockwise.py::test_invariant_cuts_follow_neither_mode_nor_batch"),
     Mutant("a lane's foreign part merged", BLOCKWISE, "own = (i < parts)[:, None, None]", "own = (i <= parts)[:, None, None]", LANES + "test_lengths_and_mixed_rows"),
     Mutant("first slot of the next page read early", "cache/write.py", "column = jnp.clip(slots // pool.page_size, 0,", "column = jnp.clip((slots + 1) // pool.page_size, 0,", REFERENCE + "test_lengths_and_mixed_rows"),
     Mutant("layer forgotten when read", "cache/write.py", "return pool.physical_pages(pages, layer), slots % pool.page_size", "return pool.physical_pages(pages, 0), slots % pool.page_size", XLA + "test_lengths_and_mixed_rows"),

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import helpers
+import mla_attn.xla.mla
 import oracle
+from mla_attn.ops import mla_attention
 from mla_attn.xla import blockwise
 
 MAX_Q_LEN, SLOTS = 7, 48
@@ -55,6 +58,29 @@ def test_blocks_are_those_with_visible_keys(causal, window, stride):
                 assert len(got) <= (max(seen) - min(seen) + 1 if seen else 0)
 
     run()
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_invariant_cuts_follow_neither_mode_nor_batch(monkeypatch, batch_invariant):
+    """Whether other tiles give other bits depends on a CPU's products; that there are no others does not."""
+    made = set()
+
+    def make_plan(*arguments, **options):
+        plan = blockwise.make_plan(*arguments, **options)
+        made.add((plan.tile, plan.block))
+        return plan
+
+    monkeypatch.setattr(mla_attn.xla.mla, "make_plan", make_plan)
+    for requests, rows, width in ((1, 1, 3), (4, 1, 200), (2, 5, 200)):
+        batch = helpers.poisoned_batch(0, kv_lens=[9] * requests, q_lens=[rows] * requests, table_width=width)
+        options = {"spec": batch.spec, "batch_invariant": batch_invariant, "implementation": "xla"}
+        attend = functools.partial(mla_attention, **options)
+        jax.eval_shape(attend, batch.q_latent, batch.q_rope, batch.pool, batch.metadata)
+    tiles, blocks = ({plan[i] for plan in made} for i in range(2))
+    if batch_invariant:
+        assert tiles == {1} and blocks == {blockwise.block_keys(parallel=on_gpu) for on_gpu in (False, True)}
+    else:
+        assert len(tiles) > 1 and len(blocks) > 2
 
 
 def test_plans_follow_static_sizes_alone():
