@@ -196,9 +196,9 @@ def for_draft_decode(
     """
     page_table, page_map, seq_lens, q_lens = _int32(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     check_integer("num_tokens", num_tokens, 1)
-    _steps("step", step)
+    _check_step("step", step)
     if num_drafted is not None:
-        _steps("num_drafted", num_drafted)
+        _check_step("num_drafted", num_drafted)
     if q_lens is None:
         q_lens = jnp.full_like(seq_lens, num_tokens)
     prefix_lens = seq_lens + (step if num_drafted is None else num_drafted)
@@ -333,7 +333,7 @@ def _integers(name: str, array) -> Int[Array, "..."]:
     return jnp.asarray(array, jnp.int32)
 
 
-def _steps(name: str, value) -> None:
+def _check_step(name: str, value) -> None:
     """ValueError unless ``value`` is one integer and, where it is known, not negative."""
     if not isinstance(value, jax.Array | np.ndarray):
         check_integer(name, value, 0)
