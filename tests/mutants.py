@@ -51,7 +51,7 @@ class Mutant:
 
 BLOCKWISE = "mla_attn/xla/blockwise.py"
 WORK = "pallas_kernels/schedule.py"
-MOSAIC = "mla_attn/mosaic_gpu.py"
+MOSAIC = "mla_attn/mosaic_gpu/mla.py"
 
 # fmt: off
 MUTANTS = (

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from mla_attn.dispatch import current_device, named_by_environment
-from mla_attn.mosaic_gpu import COMPUTE_CAPABILITY
+from mla_attn.mosaic_gpu.mla import COMPUTE_CAPABILITY
 
 
 def grouped_matmul(

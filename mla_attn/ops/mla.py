@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_attn import mosaic_gpu
+from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.cache.pools import LatentPool
 from mla_attn.dispatch import Implementation, choose, current_device
 from mla_attn.metadata import AttentionMetadata

@@ -7,7 +7,7 @@ import pytest
 
 import aot
 from kernel_calls import CALLS, MIXED, NOTHING, lower, make, scanned
-from mla_attn import mosaic_gpu
+from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.dispatch import H200, compiling_for
 
 TARGET = "custom_call @mosaic_gpu"
