@@ -36,7 +36,7 @@ SLOTS = "tests/test_slots.py"
 ENGINE = "tests/test_engine.py::"
 COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
 COMBINED = "tests/pallas_kernels/test_combine.py"
-SCHEDULE = "tests/pallas_kernels/test_schedule.py::"
+SCHEDULE = "tests/pallas_kernels/test_work_list.py::"
 ADAPTER = "tests/test_mosaic_gpu.py::"
 
 
@@ -50,7 +50,7 @@ class Mutant:
 
 
 BLOCKWISE = "mla_attn/xla/blockwise.py"
-WORK = "pallas_kernels/schedule.py"
+WORK = "pallas_kernels/work_list.py"
 MOSAIC = "mla_attn/mosaic_gpu/mla.py"
 
 # fmt: off

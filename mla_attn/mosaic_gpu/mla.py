@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mla_attn.dispatch import current_device
 from mla_attn.metadata import row_owners
-from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan, sound_requests, work_list
+from mla_attn.pallas_kernels.work_list import GROUP_ROWS, TILE, Plan, sound_requests, work_list
 
 COMPUTE_CAPABILITY = "9.0"
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
@@ -87,7 +87,7 @@ def _work(m, plan: Plan, *, causal: bool):
 
 def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
     """``(out [T, H, R], lse float32 [T, H])``; out is float32 or bfloat16."""
-    from mla_attn.pallas_kernels.mosaic_gpu.block import Call
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import mla_decode
     from mla_attn.pallas_kernels.mosaic_gpu.mla_stream import mla_stream

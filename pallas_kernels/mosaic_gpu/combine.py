@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from mla_attn.pallas_kernels.schedule import SPLIT, Plan
+from mla_attn.pallas_kernels.work_list import SPLIT, Plan
 
 _BATCH, _TAILS = 16, (2, 4, 8, 16)  # pieces whose loads are in flight at a time; of the last batch no more than needed
 _INVARIANT_BATCH = 4

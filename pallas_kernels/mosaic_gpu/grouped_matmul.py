@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from mla_attn.pallas_kernels.groups import ALIGNED, HEADER, RECORD, most_tiles
+from mla_attn.pallas_kernels.tile_list import ALIGNED, HEADER, RECORD, most_tiles
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import TILED, store_rows
 
 STEP = 64  # of K at a time: a row of it is what a swizzle of 128 bytes spans

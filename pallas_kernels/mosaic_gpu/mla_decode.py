@@ -40,9 +40,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from mla_attn.pallas_kernels.mosaic_gpu.block import START, Block, Call, attend, opaque_zero
+from mla_attn.pallas_kernels.mosaic_gpu.mla_block import START, Block, Call, attend, opaque_zero
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import ROW, fence_proxy, scale_rows, sync_warpgroup, zeros
-from mla_attn.pallas_kernels.schedule import GROUP_ROWS, TILE, Plan
+from mla_attn.pallas_kernels.work_list import GROUP_ROWS, TILE, Plan
 
 BLOCK_ROWS = GROUP_ROWS  # of a thread block: M of wgmma
 

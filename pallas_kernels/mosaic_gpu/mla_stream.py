@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from mla_attn.pallas_kernels.mosaic_gpu.block import PARTS, START, Block, Call, attend, opaque_zero
+from mla_attn.pallas_kernels.mosaic_gpu.mla_block import PARTS, START, Block, Call, attend, opaque_zero
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     ACC,
     fence_proxy,
@@ -39,7 +39,7 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     sync_warpgroup,
     zeros,
 )
-from mla_attn.pallas_kernels.schedule import TILE, Plan
+from mla_attn.pallas_kernels.work_list import TILE, Plan
 
 SLOTS = 2  # of the ring
 LOADS, SCORES, VALUES = 48, 104, 176  # registers of a thread

@@ -14,7 +14,7 @@ from mla_attn import dispatch, mosaic_gpu, steps
 from mla_attn import metadata as build
 from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
-from mla_attn.pallas_kernels.schedule import work_list
+from mla_attn.pallas_kernels.work_list import work_list
 
 TOLERANCE = 1e-3  # float32 against float32; a float64 model differs from the expected logits by 2.5e-4
 PAGE, WIDTH = 16, 20  # 320 tokens a request

@@ -21,7 +21,7 @@ ROWS = (8, 8, 5, 8, 1, 8, 8)
 
 def work(invariant: bool, untouched: int, lanes: int):
     """A plan of a split for each of ``PIECES`` and some rows that nothing is split of, and its list."""
-    from mla_attn.pallas_kernels.schedule import SPLIT, Plan
+    from mla_attn.pallas_kernels.work_list import SPLIT, Plan
 
     batch = len(PIECES) + untouched
     plan = Plan(batch, batch * HEADS, HEADS, HEADS, lanes, 1024, combine_all=True, invariant=invariant)

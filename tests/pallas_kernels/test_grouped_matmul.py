@@ -53,7 +53,7 @@ def product(rows, kernels, sizes) -> np.ndarray:
 
 def tiles_of(sizes, num_rows: int, tile_rows: int) -> np.ndarray:
     """Records of the tiles that there are."""
-    from mla_attn.pallas_kernels.groups import HEADER, RECORD, tile_list
+    from mla_attn.pallas_kernels.tile_list import HEADER, RECORD, tile_list
 
     numbers = np.asarray(tile_list(jnp.asarray(sizes, jnp.int32), num_rows=num_rows, tile_rows=tile_rows))
     records = numbers[HEADER:].reshape(-1, len(RECORD))
@@ -108,7 +108,7 @@ INTERPRETED = {
 def check_interpreted(name: str) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from mla_attn.pallas_kernels.groups import tile_list
+    from mla_attn.pallas_kernels.tile_list import tile_list
     from mla_attn.pallas_kernels.mosaic_gpu import grouped_matmul as module
 
     num_rows, num_groups, depth, width, blocks, options = INTERPRETED[name]
@@ -156,7 +156,7 @@ def test_interpreted(name):
 )
 def test_on_a_gpu(num_rows, num_groups, depth, width, columns, tile_rows):
     """Kernels of groups without rows are NaN: they are not looked at."""
-    from mla_attn.pallas_kernels.groups import tile_list
+    from mla_attn.pallas_kernels.tile_list import tile_list
     from mla_attn.pallas_kernels.mosaic_gpu.grouped_matmul import Config, grouped_matmul
 
     if jax.devices()[0].compute_capability != "9.0":

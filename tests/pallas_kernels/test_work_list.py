@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_attn.pallas_kernels.schedule import HEADER, INVARIANT_TILES, ITEM, SPLIT, TILE, Plan, work_list
+from mla_attn.pallas_kernels.work_list import HEADER, INVARIANT_TILES, ITEM, SPLIT, TILE, Plan, work_list
 
 INT32 = np.iinfo(np.int32)
 FIELDS = ("q_starts", "q_lens", "kv_lens", "kv_offsets")

@@ -20,7 +20,7 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     rows_of_slots,
     wait_for_gathers,
 )
-from mla_attn.pallas_kernels.schedule import HEADER, ITEM, TILE, Plan
+from mla_attn.pallas_kernels.work_list import HEADER, ITEM, TILE, Plan
 
 STORE_ROWS = 8  # rows are written by so many, and come in multiples of it
 START, MASKED = -1e30, -1e33  # the running maximum (log2) of a row that has seen no key; a masked score
