@@ -26,7 +26,7 @@ import numpy as np
 
 from mla_attn.engine import Engine
 from mla_attn.models import load_checkpoint
-from mla_attn.requests import SamplingParams
+from mla_attn.engine.requests import SamplingParams
 from mla_attn.speculative import DraftTree
 
 # %% [markdown]

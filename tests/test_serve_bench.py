@@ -17,7 +17,7 @@ from mla_attn.bench.serve import percentiles
 from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.cli import _parser, main
 from mla_attn.engine import Engine
-from mla_attn.requests import EngineStatistics, Output, SamplingParams
+from mla_attn.engine.requests import EngineStatistics, Output, SamplingParams
 from recorder import programs_kept
 from traffic import CHAIN, TREE, small_engine, small_model
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mla_attn.passes import SAMPLING
-from mla_attn.slots import SlotPasses, create_slots
+from mla_attn.passes.state import SlotPasses, create_slots
 from mla_attn.speculative import DraftTree
 from traffic import small_model
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_attn.engine import Engine
-from mla_attn.slots import SlotPasses
+from mla_attn.passes.state import SlotPasses
 
 
 class BenchEngine(Engine):

@@ -13,7 +13,7 @@ from mla_attn.bench import timing
 from mla_attn.bench.engines import BenchEngine
 from mla_attn.bench.trace import Load, Request, make_trace
 from mla_attn.engine import Engine
-from mla_attn.requests import EngineStatistics, Output, SamplingParams
+from mla_attn.engine.requests import EngineStatistics, Output, SamplingParams
 
 _PROFILED_STEPS = 32
 _LONGEST_NAP = 0.01  # seconds; sleep() is exact to about a tenth of a millisecond, so short naps lose nothing

@@ -29,8 +29,8 @@ from mla_attn.dispatch import choose, current_device
 from mla_attn.models.deepseek import DeepseekForCausalLM
 from mla_attn.ops import mla
 from mla_attn.passes import SAMPLING, Shapes
-from mla_attn.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams, check_integers
-from mla_attn.slots import SlotPasses, create_slots
+from mla_attn.engine.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams, check_integers
+from mla_attn.passes.state import SlotPasses, create_slots
 from mla_attn.specs import check_integer
 from mla_attn.speculative import DraftTree
 

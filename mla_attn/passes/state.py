@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from mla_attn.buckets import Buckets
 from mla_attn.models.deepseek import DeepseekForCausalLM
-from mla_attn.passes import SAMPLING, Arrays, Pass, Passes
+from mla_attn.passes.passes import SAMPLING, Arrays, Pass, Passes
 from mla_attn.speculative import DraftTree
 
 Slots = dict[str, Array]
