@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from mla_attn.cache.pages import PageAllocator
+from mla_attn.cache.allocator import PageAllocator
 
 
 @dataclasses.dataclass

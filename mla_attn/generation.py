@@ -13,7 +13,7 @@ import numpy as np
 
 from mla_attn.buckets import backend_compiles, ladder, warm_up
 from mla_attn.cache import LatentPool
-from mla_attn.cache.pages import PageAllocator
+from mla_attn.cache.allocator import PageAllocator
 from mla_attn.models.deepseek import DeepseekForCausalLM
 from mla_attn.passes import Passes, Shapes
 from mla_attn.speculative import DraftTree

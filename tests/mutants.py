@@ -27,7 +27,7 @@ REFERENCE = "tests/ops/test_mla.py::TestReference::"
 RAGGED = "tests/ops/test_ragged.py::TestXLA::"
 MERGE = "tests/ops/test_merge.py::"
 WRITE = "tests/cache/test_write.py::"
-PAGES = "tests/cache/test_pages.py::"
+PAGES = "tests/cache/test_allocator.py::"
 METADATA = "tests/test_metadata.py"
 STEPS = "tests/test_steps.py"
 SAMPLING = "tests/test_sampling.py::"
@@ -88,8 +88,8 @@ MUTANTS = (
     Mutant("prefix chunks overlap", "mla_attn/steps/mla.py", "begin = jnp.full(batch, i * chunk, jnp.int32)", "begin = jnp.full(batch, i * (chunk - 1), jnp.int32)", STEPS),
     Mutant("query scaling off by one", "mla_attn/steps/mla.py", "(positions // self.original_max_position)", "((positions + 1) // self.original_max_position)", STEPS),
     Mutant("placeholder draft accepted", "mla_attn/speculative/acceptance.py", "right = (drafts == targets[:, :-1]) & (drafts >= 0)", "right = ((drafts == targets[:, :-1]) | (drafts < 0))", "tests/speculative/test_acceptance.py"),
-    Mutant("reference count not given back", "cache/pages.py", "self._holders[pages] -= 1", "self._holders[pages] -= 0", PAGES + "TestPageMachine"),
-    Mutant("a partial page shared", "cache/pages.py", "full = int(num_tokens) // self.page_size", "full = -(-int(num_tokens) // self.page_size)", PAGES + "test_fork_shares_full_pages_only_and_growing_writes_none_of_them"),
+    Mutant("reference count not given back", "cache/allocator.py", "self._holders[pages] -= 1", "self._holders[pages] -= 0", PAGES + "TestPageMachine"),
+    Mutant("a partial page shared", "cache/allocator.py", "full = int(num_tokens) // self.page_size", "full = -(-int(num_tokens) // self.page_size)", PAGES + "test_fork_shares_full_pages_only_and_growing_writes_none_of_them"),
     Mutant("draws the same at every position", "mla_attn/sampling.py", "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)", SAMPLING + "test_seeds_and_positions_make_other_draws"),
     Mutant("top-p after all tokens, not after top-k", "mla_attn/sampling.py", "masses = jnp.where(keys >= least[..., None], jnp.exp(logits), 0.0)", "masses = jnp.exp(logits)", SAMPLING + "test_distribution"),
     Mutant("pages found by their own tokens alone", "cache/prefix.py", "hashlib.blake2b(digest + data[", "hashlib.blake2b(data[", PREFIX + "test_the_same_page_after_another_beginning_is_another"),

@@ -23,7 +23,7 @@ import numpy as np
 
 from mla_attn.buckets import backend_compiles, ladder, warm_up
 from mla_attn.cache import LatentPool
-from mla_attn.cache.pages import OutOfPages, PageAllocator
+from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
 from mla_attn.dispatch import choose, current_device
 from mla_attn.models.deepseek import DeepseekForCausalLM

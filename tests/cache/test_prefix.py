@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mla_attn.cache.pages import OutOfPages, PageAllocator
+from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
 
 P = 4

@@ -27,7 +27,7 @@ from cases.paged import (
 from mla_attn import metadata as build
 from mla_attn import steps
 from mla_attn.cache import LatentPool, write_latent
-from mla_attn.cache.pages import PageAllocator
+from mla_attn.cache.allocator import PageAllocator
 
 
 @every_implementation

@@ -32,7 +32,7 @@ from mla_attn import metadata as build
 from mla_attn import steps, supports
 from mla_attn.buckets import Buckets, backend_compiles, warm_up
 from mla_attn.cache import LatentPool, write_latent
-from mla_attn.cache.pages import PageAllocator
+from mla_attn.cache.allocator import PageAllocator
 from mla_attn.dispatch import current_device
 from mla_attn.ops import merge_states, ragged
 from mla_attn.speculative import accept_greedy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mla_attn.cache.pages import OutOfPages, PageAllocator
+from mla_attn.cache.allocator import OutOfPages, PageAllocator
 
 NUM_PAGES, TABLE_WIDTH, MAX_REQUESTS = 9, 6, 5
 
