@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from mla_attn.engine import Engine
+from mla_attn.engine import Engine, SamplingParams
 from mla_attn.models import load_checkpoint
-from mla_attn.engine.requests import SamplingParams
 from mla_attn.speculative import DraftTree
 
 # %% [markdown]

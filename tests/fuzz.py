@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "lib"))
 import source_tree
 
 source_tree.install()

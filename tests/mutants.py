@@ -28,16 +28,16 @@ RAGGED = "tests/ops/test_ragged.py::TestXLA::"
 MERGE = "tests/ops/test_merge.py::"
 WRITE = "tests/cache/test_write.py::"
 PAGES = "tests/cache/test_allocator.py::"
-METADATA = "tests/test_metadata.py"
-STEPS = "tests/test_steps.py"
+METADATA = "tests/metadata/test_builders.py"
+STEPS = "tests/steps/test_mla.py"
 SAMPLING = "tests/test_sampling.py::"
 PREFIX = "tests/cache/test_prefix.py::"
-SLOTS = "tests/test_slots.py"
-ENGINE = "tests/test_engine.py::"
+SLOTS = "tests/passes/test_state.py"
+ENGINE = "tests/engine/test_engine.py::"
 COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
 COMBINED = "tests/pallas_kernels/test_combine.py"
 SCHEDULE = "tests/pallas_kernels/test_work_list.py::"
-ADAPTER = "tests/test_mosaic_gpu.py::"
+ADAPTER = "tests/mosaic_gpu/test_mla.py::"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +118,15 @@ MUTANTS = (
     Mutant("float32 results rounded to bfloat16", MOSAIC, "combine_all=out_dtype != jnp.bfloat16", "combine_all=False", ADAPTER + "test_results_wider_than_the_kernels_are_combined"),
     Mutant("bits of two kernels promised to be one's", MOSAIC, "None if batch_invariant else _group_rows(", "_group_rows(", ADAPTER + "test_which_kernel_and_how_many_rows"),
     Mutant("few keys of one request taken for few keys of all", MOSAIC, "few_keys=requests * max_tiles <= lanes", "few_keys=max_tiles <= lanes", ADAPTER + "test_which_kernel_and_how_many_rows"),
-    Mutant("prompts always expanded", "mla_attn/passes/passes.py", 'attend = "draft_extend" if self._has_absorbed_kernel(model, pool, m) else mode', "attend = mode", "tests/test_mosaic_gpu.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
-    Mutant("prompts absorbed without a kernel", "mla_attn/passes/passes.py", "return planned.work_plan is not None", "return planned.work is not None", "tests/test_mosaic_gpu.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
+    Mutant("prompts always expanded", "mla_attn/passes/passes.py", 'attend = "draft_extend" if self._has_absorbed_kernel(model, pool, m) else mode', "attend = mode", "tests/mosaic_gpu/test_mla.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
+    Mutant("prompts absorbed without a kernel", "mla_attn/passes/passes.py", "return planned.work_plan is not None", "return planned.work is not None", "tests/mosaic_gpu/test_mla.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
     Mutant("negative zero below zero", "mla_attn/sampling.py", "jnp.where(x == 0, 0.0, x)", "x", SAMPLING + "test_zeros_of_either_sign_are_equal"),
-    Mutant("draft passes all told to be the first", "mla_attn/engine/engine.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/test_engine.py::test_what_draft_passes_are_told"),
+    Mutant("draft passes all told to be the first", "mla_attn/engine/engine.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/engine/test_engine.py::test_what_draft_passes_are_told"),
     Mutant("equal logits at the edge are cut", "mla_attn/sampling.py", "return jnp.where(keys >= least[..., None], logits, -jnp.inf)", "return jnp.where(keys > least[..., None], logits, -jnp.inf)", SAMPLING + "test_equal_logits_at_the_edge_stay"),
     Mutant("weights in containers of Flax", "mla_attn/passes/passes.py", "self.state = tuple(leaves)", "self.state = state", "tests/test_buckets.py::test_weights_are_a_plain_tuple_of_arrays"),
-    Mutant("the fastest profile for the median", "mla_attn/bench/run.py", "[repeats // 2]", "[0]", "tests/test_bench.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
-    Mutant("the time of all calls for that of one", "mla_attn/bench/timing.py", ".span / calls", ".span", "tests/test_bench.py::test_wall_time_on_a_gpu_is_that_of_one_chain_on_its_own_clock"),
-    Mutant("profiles of a hot device", "mla_attn/bench/run.py", "        timing.rest()\n        profiles", "        profiles", "tests/test_bench.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
+    Mutant("the fastest profile for the median", "mla_attn/bench/run.py", "[repeats // 2]", "[0]", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
+    Mutant("the time of all calls for that of one", "mla_attn/bench/timing.py", ".span / calls", ".span", "tests/bench/test_ops.py::test_wall_time_on_a_gpu_is_that_of_one_chain_on_its_own_clock"),
+    Mutant("profiles of a hot device", "mla_attn/bench/run.py", "        timing.rest()\n        profiles", "        profiles", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
     Mutant("a tree's rows of the neighbour", MOSAIC, "dtype=jnp.int32) - m.q_starts[owner]", "dtype=jnp.int32) - m.q_starts[owner] + 1", ADAPTER + "test_tree_words"),
     Mutant("a mask's last word forgotten", MOSAIC, "words = -(-keys // 32)", "words = max(keys // 32, 1)", ADAPTER + "test_tree_words"),
 )

@@ -13,8 +13,8 @@ import pytest
 
 from checkpoints import V2, V3
 from mla_attn import cli, engine
-from mla_attn.models.tokenizer import load_tokenizer
 from mla_attn.engine.requests import EngineStatistics
+from mla_attn.models.tokenizer import load_tokenizer
 from mla_attn.speculative import DraftTree
 from recorder import programs_kept
 

@@ -23,8 +23,8 @@ from mla_attn.bench.replay import Record, Replay, rehearse, replay, watch
 from mla_attn.bench.run import machine
 from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.dispatch import NAMES
-from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 from mla_attn.engine.requests import SamplingParams
+from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 from mla_attn.speculative import DraftTree
 
 _PERCENTILES = (50, 90, 99)

@@ -87,8 +87,8 @@ def _work(m, plan: Plan, *, causal: bool):
 
 def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
     """``(out [T, H, R], lse float32 [T, H])``; out is float32 or bfloat16."""
-    from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import mla_decode
     from mla_attn.pallas_kernels.mosaic_gpu.mla_stream import mla_stream
 

@@ -44,8 +44,8 @@ def _kernel_serves(rows, kernels) -> bool:
 
 
 def _by_kernel(rows, kernels, sizes):
-    from mla_attn.pallas_kernels.tile_list import tile_list
     from mla_attn.pallas_kernels.mosaic_gpu import grouped_matmul as kernel
+    from mla_attn.pallas_kernels.tile_list import tile_list
 
     cores, num_rows, (groups, _, width) = current_device().cores, rows.shape[0], kernels.shape
     tile_rows, columns = _shape_of_units(num_rows, groups, width, cores)

@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from mla_attn.pallas_kernels.tile_list import ALIGNED, HEADER, RECORD, most_tiles
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import TILED, store_rows
+from mla_attn.pallas_kernels.tile_list import ALIGNED, HEADER, RECORD, most_tiles
 
 STEP = 64  # of K at a time: a row of it is what a swizzle of 128 bytes spans
 WARPGROUP_ROWS = 64  # M of wgmma

@@ -220,7 +220,7 @@ def test_c15_tails(tmp_path):
     tests = pathlib.Path(fresh_process.__file__).parents[1]
     subprocess.run(
         [sys.executable, fresh_process.__file__, tmp_path / "results.npz"],
-        check=True, env={**os.environ, "PYTHONPATH": str(tests)},
+        check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests / "lib")])},
     )  # fmt: skip
     with np.load(tmp_path / "results.npz") as stored:
         results = dict(stored)

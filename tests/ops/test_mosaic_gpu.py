@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.dispatch import compiling_for, current_device
+from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.ops import plan_mla
 from ops.base import MLATests
 

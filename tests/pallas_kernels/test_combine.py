@@ -86,7 +86,7 @@ def test_splits_are_joined_and_nothing_else_is_touched(invariant, untouched, lan
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+    sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "lib"))
     import source_tree
 
     sys.meta_path.insert(0, source_tree.PathFinder)

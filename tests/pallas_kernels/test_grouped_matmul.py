@@ -108,8 +108,8 @@ INTERPRETED = {
 def check_interpreted(name: str) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from mla_attn.pallas_kernels.tile_list import tile_list
     from mla_attn.pallas_kernels.mosaic_gpu import grouped_matmul as module
+    from mla_attn.pallas_kernels.tile_list import tile_list
 
     num_rows, num_groups, depth, width, blocks, options = INTERPRETED[name]
     module.store_rows = store_rows_one_by_one
@@ -140,7 +140,7 @@ def store_rows_one_by_one(ref, values, begin, end, width=None):
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted(name):
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1] / "lib"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     ran = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
@@ -156,8 +156,8 @@ def test_interpreted(name):
 )
 def test_on_a_gpu(num_rows, num_groups, depth, width, columns, tile_rows):
     """Kernels of groups without rows are NaN: they are not looked at."""
-    from mla_attn.pallas_kernels.tile_list import tile_list
     from mla_attn.pallas_kernels.mosaic_gpu.grouped_matmul import Config, grouped_matmul
+    from mla_attn.pallas_kernels.tile_list import tile_list
 
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs compute capability 9.0")

@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS = {"mla_attn": ROOT / "mla_attn"} | {name: ROOT / path for name, path in _SETUPTOOLS["package-dir"].items()}
 

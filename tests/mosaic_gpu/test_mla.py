@@ -11,10 +11,10 @@ from flax import nnx
 import helpers
 from checkpoints import small_config
 from kernel_calls import make
-from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.cache import LatentPool
 from mla_attn.dispatch import H200, compiling_for
 from mla_attn.models import DeepseekForCausalLM
+from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.ops import plan_mla
 from mla_attn.passes import Passes, Shapes
 

@@ -10,7 +10,7 @@ import numpy as np
 from mla_attn.models import DeepseekConfig
 from mla_attn.models.safetensors import list_tensors
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 V3 = FIXTURES / "deepseek-v3-tiny"
 V2 = FIXTURES / "deepseek-v2-lite-tiny"
 DTYPE_NAMES = {

@@ -1,6 +1,6 @@
 """Writes are in place and scratch memory is bounded: what XLA says of the compiled programs, and what they do.
 
-``test_cuda_aot.py`` asks the same of XLA's compiler for GPUs.
+``compile/test_cuda_aot.py`` asks the same of XLA's compiler for GPUs.
 """
 
 import dataclasses
