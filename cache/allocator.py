@@ -21,6 +21,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from jaxtyping import Int32
 
+from mla_attn.checks import check_integer
+
 
 class OutOfPages(RuntimeError):
     """The pool has too few free pages for a call, which changed nothing.
@@ -59,7 +61,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, page_size: int, *, table_width: int):
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("table_width", table_width)):
-            _check_integer(name, value, 1)
+            check_integer(name, value, 1)
         self.num_pages, self.page_size, self.table_width = int(num_pages), int(page_size), int(table_width)
         self._free = list(range(self.num_pages))  # a heap, as any sorted list is
         self._holders = np.zeros(self.num_pages, np.int32)  # requests whose table names the page; 0 = free
@@ -162,7 +164,7 @@ class PageAllocator:
         """
         rows = [self._find("request_ids", request).row for request in request_ids]
         if batch is not None:
-            _check_integer("batch", batch, len(rows))
+            check_integer("batch", batch, len(rows))
         table = np.full((len(rows) if batch is None else batch, self.table_width), -1, np.int32)
         for out, row in zip(table, rows, strict=False):  # rows of padding follow
             out[:] = row
@@ -221,11 +223,4 @@ class PageAllocator:
             raise ValueError(f"{name}={request!r} must not be one of the {len(self._requests)} live requests")
 
     def _check_tokens(self, num_tokens: int, *, least: int = 0, most: int | None = None) -> None:
-        _check_integer("num_tokens", num_tokens, least, self.table_width * self.page_size if most is None else most)
-
-
-def _check_integer(name: str, value: int, least: int, most: int | None = None) -> None:
-    right_type = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not right_type or value < least or (most is not None and value > most):
-        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name}={value!r} must be an integer {allowed}")
+        check_integer("num_tokens", num_tokens, least, self.table_width * self.page_size if most is None else most)

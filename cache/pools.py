@@ -8,7 +8,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mla_attn.specs import MLASpec, check_integer
+from mla_attn.checks import check_integer
+from mla_attn.specs import MLASpec
 
 POOL_DTYPES = ("bfloat16", "float32")
 

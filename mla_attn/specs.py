@@ -1,15 +1,8 @@
 """Static facts of one attention, hashable so that they can be static arguments of a jitted function."""
 
 import dataclasses
-import math
-import numbers
-from typing import Any
 
-
-def check_integer(name: str, value: Any, least: int) -> None:
-    """ValueError unless a static ``value`` is an integer of at least ``least``."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value} must be an integer of at least {least}")
+from mla_attn.checks import check_integer, check_scale, check_soft_cap, check_window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,10 +13,10 @@ class MLASpec:
         num_heads: query heads H, any positive number.
         kv_lora_rank: latent rank R; the first R channels of a cached row are both key and value.
         qk_rope_head_dim: rope dimension E, 0 for none; the last E channels of a cached row are key only.
-        scale: softmax scale. For DeepSeek ``(nope + rope) ** -0.5 * mscale ** 2``, in the absorbed form too: the
-            trained query width counts, not R + E.
-        window: keys a row may see, itself included; None for all.
-        soft_cap: scores become ``cap * tanh(score / cap)``; None for no cap.
+        scale: softmax scale, positive and finite in float32. For DeepSeek ``(nope + rope) ** -0.5 * mscale ** 2``, in
+            the absorbed form too: the trained query width counts, not R + E.
+        window: keys a row may see, itself included, up to 2**31 - 1; None for all.
+        soft_cap: scores become ``cap * tanh(score / cap)``, up to 1e30; None or infinity for no cap.
     """
 
     num_heads: int
@@ -34,14 +27,16 @@ class MLASpec:
     soft_cap: float | None = None
 
     def __post_init__(self):
-        for name, least in (("num_heads", 1), ("kv_lora_rank", 1), ("qk_rope_head_dim", 0)):
-            check_integer(name, getattr(self, name), least)
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale={self.scale} must be a positive finite number")
-        if self.window is not None:  # it counts the row's own key
-            check_integer("window", self.window, 1)
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap={self.soft_cap} must be None or positive")
+        fields = {
+            "num_heads": check_integer("num_heads", self.num_heads, 1),
+            "kv_lora_rank": check_integer("kv_lora_rank", self.kv_lora_rank, 1),
+            "qk_rope_head_dim": check_integer("qk_rope_head_dim", self.qk_rope_head_dim, 0),
+            "scale": check_scale(self.scale),
+            "window": check_window(self.window),
+            "soft_cap": check_soft_cap(self.soft_cap),
+        }
+        for name, value in fields.items():  # as Python's numbers: equal specs are one, and NumPy's would promote
+            object.__setattr__(self, name, value)
 
     @property
     def latent_dim(self) -> int:

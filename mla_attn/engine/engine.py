@@ -25,13 +25,13 @@ from mla_attn.buckets import backend_compiles, ladder, warm_up
 from mla_attn.cache import LatentPool
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
+from mla_attn.checks import check_integer, check_integers
 from mla_attn.dispatch import choose, current_device
-from mla_attn.engine.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams, check_integers
+from mla_attn.engine.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams
 from mla_attn.models.deepseek import DeepseekForCausalLM
 from mla_attn.ops import mla
 from mla_attn.passes import SAMPLING, Shapes
 from mla_attn.passes.state import SlotPasses, create_slots
-from mla_attn.specs import check_integer
 from mla_attn.speculative import DraftTree
 
 logger = logging.getLogger(__name__)

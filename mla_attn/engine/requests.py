@@ -2,18 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-import numpy as np
-
+from mla_attn.checks import INT32_MAX, check_integer, check_integers, check_number
 from mla_attn.speculative import DraftTree
 
 
 class QueueFull(RuntimeError):
     """The engine holds as many waiting requests as it was made for; the new one was not taken."""
-
-
-_LARGEST = float(np.finfo(np.float32).max)  # what temperatures are on the device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,47 +35,19 @@ class SamplingParams:
     speculation: DraftTree | None = None
 
     def __post_init__(self):
-        for name, is_right, allowed in (
-            ("max_new_tokens", _is_integer, "an integer"),
-            ("temperature", _is_number, "a number"),
-            ("top_k", _is_integer, "an integer"),
-            ("top_p", _is_number, "a number"),
-            ("seed", _is_integer, "an integer"),
-            ("speculation", lambda value: isinstance(value, DraftTree | None), "a DraftTree or None"),
-        ):
-            if not is_right(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {allowed}")
-        stop_tokens = tuple(self.stop_tokens) if isinstance(self.stop_tokens, Iterable) else None
-        if stop_tokens is None or not all(map(_is_integer, stop_tokens)):
-            raise ValueError(f"stop_tokens={self.stop_tokens!r} must be integers")
-        object.__setattr__(self, "stop_tokens", stop_tokens)
-        for name, right, allowed in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature <= _LARGEST, "at least 0 and finite in float32"),
-            ("top_k", 0 <= self.top_k < 2**31, "0 to 2**31 - 1"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("seed", 0 <= self.seed < 2**32, "0 to 2**32 - 1"),
-        ):
-            if not right:
-                raise ValueError(f"{name}={getattr(self, name)} must be {allowed}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_integer(value) or isinstance(value, float | np.floating)
-
-
-def check_integers(name: str, values: Any) -> None:
-    """ValueError unless ``values`` is a sequence of integers; an array of one axis is one."""
-    listed = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(listed, Sequence):
-        raise ValueError(f"{name}={values!r} must be a sequence of integers")
-    wrong = [value for value in listed if not _is_integer(value)]
-    if wrong:
-        raise ValueError(f"{name} holds {wrong[0]!r}, must be a sequence of integers")
+        stop_tokens = tuple(self.stop_tokens) if isinstance(self.stop_tokens, Iterable) else self.stop_tokens
+        fields = {
+            "max_new_tokens": check_integer("max_new_tokens", self.max_new_tokens, 1),
+            "stop_tokens": tuple(check_integers("stop_tokens", stop_tokens)),
+            "temperature": check_number("temperature", self.temperature, least=0),
+            "top_k": check_integer("top_k", self.top_k, 0, INT32_MAX),
+            "top_p": check_number("top_p", self.top_p, above=0, most=1),
+            "seed": check_integer("seed", self.seed, 0, 2**32 - 1),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        if not isinstance(self.speculation, DraftTree | None):
+            raise ValueError(f"speculation={self.speculation!r} must be a DraftTree or None")
 
 
 @dataclasses.dataclass(frozen=True)

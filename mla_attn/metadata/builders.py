@@ -29,7 +29,7 @@ import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int
 
-from mla_attn.specs import check_integer
+from mla_attn.checks import as_int32, check_index, check_integer
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +132,7 @@ def for_target_verify(
         q_lens = jnp.full_like(prefix_lens, num_tokens)
     stand = None
     if depths is not None:
-        depths = _integers("depths", depths)
+        depths = as_int32("depths", depths)
         if depths.shape not in ((num_tokens,), (*prefix_lens.shape, num_tokens)):
             raise ValueError(f"depths has shape {depths.shape}, must be [S] or [B, S] with S = {num_tokens}")
         stand = prefix_lens[:, None] + jnp.broadcast_to(depths, (*prefix_lens.shape, num_tokens))
@@ -196,9 +196,9 @@ def for_draft_decode(
     """
     page_table, page_map, seq_lens, q_lens = _int32(page_table, page_map, seq_lens=seq_lens, q_lens=q_lens)
     check_integer("num_tokens", num_tokens, 1)
-    _check_step("step", step)
+    step = check_index("step", step, 0)
     if num_drafted is not None:
-        _check_step("num_drafted", num_drafted)
+        num_drafted = check_index("num_drafted", num_drafted, 0)
     if q_lens is None:
         q_lens = jnp.full_like(seq_lens, num_tokens)
     prefix_lens = seq_lens + (step if num_drafted is None else num_drafted)
@@ -280,7 +280,7 @@ def page_table_from_tokens(
         page_size: tokens per page P.
         table_width: pages per request W; the whole map if None.
     """
-    req_to_token, request_ids = _integers("req_to_token", req_to_token), _integers("request_ids", request_ids)
+    req_to_token, request_ids = as_int32("req_to_token", req_to_token), as_int32("request_ids", request_ids)
     if req_to_token.ndim != 2:
         raise ValueError(f"req_to_token has shape {req_to_token.shape}, must be [requests, tokens]")
     if request_ids.ndim != 1:
@@ -307,38 +307,18 @@ def row_owners(
 
 def _int32(page_table, page_map, **lengths) -> tuple[Any, ...]:
     """What a builder is given as int32, its ranks checked; None is what it is not given."""
-    page_table = _integers("page_table", page_table)
+    page_table = as_int32("page_table", page_table)
     if page_table.ndim != 2:
         raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W]")
-    page_map = None if page_map is None else _integers("page_map", page_map)
+    page_map = None if page_map is None else as_int32("page_map", page_map)
     if page_map is not None and (page_map.ndim != 1 or page_map.size == 0):
         raise ValueError(f"page_map has shape {page_map.shape}, must be [V], V at least 1")
-    lengths = {name: None if array is None else _integers(name, array) for name, array in lengths.items()}
+    lengths = {name: None if array is None else as_int32(name, array) for name, array in lengths.items()}
     batch = page_table.shape[0]
     for name, array in lengths.items():
         if array is not None and array.shape != (batch,):
             raise ValueError(f"{name} has shape {array.shape}, must be ({batch},), one for each row of page_table")
     return page_table, page_map, *lengths.values()
-
-
-def _integers(name: str, array) -> Int[Array, "..."]:
-    """As int32; what does not fit becomes its nearest limit, out of every range."""
-    if not isinstance(array, jax.Array | np.ndarray):
-        raise ValueError(f"{name} is a {type(array).__name__}, must be an array")
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")
-    limits, held = np.iinfo(np.int32), np.iinfo(array.dtype)
-    if held.max > limits.max:
-        array = array.clip(max(held.min, limits.min), limits.max)
-    return jnp.asarray(array, jnp.int32)
-
-
-def _check_step(name: str, value) -> None:
-    """ValueError unless ``value`` is one integer and, where it is known, not negative."""
-    if not isinstance(value, jax.Array | np.ndarray):
-        check_integer(name, value, 0)
-    elif value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
-        raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, must be one integer, []")
 
 
 def _layout(

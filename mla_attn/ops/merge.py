@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mla_attn.ops.checks import check_out_dtype, check_shape, check_type
+from mla_attn.checks import check_out_dtype, check_shape, check_type
 
 
 def merge_states(

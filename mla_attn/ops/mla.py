@@ -9,10 +9,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache.pools import LatentPool
+from mla_attn.checks import check_array, check_out_dtype, check_shape, check_type
 from mla_attn.dispatch import Implementation, choose, current_device
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
-from mla_attn.ops.checks import check_array, check_out_dtype, check_pool, check_shape, check_type
+from mla_attn.ops.checks import check_pool
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
 from mla_attn.xla.mla import mla_attention as xla_mla

@@ -1,17 +1,24 @@
 """Attention over packed, unpaged keys and values: prefill, and chunks of a cached prefix after expansion."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from mla_attn.checks import (
+    check_array,
+    check_integer,
+    check_out_dtype,
+    check_scale,
+    check_shape,
+    check_soft_cap,
+    check_type,
+    check_window,
+)
 from mla_attn.dispatch import Implementation, choose
-from mla_attn.ops.checks import check_array, check_out_dtype, check_shape, check_type
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
-from mla_attn.specs import check_integer
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
 
@@ -108,12 +115,9 @@ def ragged_attention(
         check_type(name, array, jnp.int32)
     for name, value in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
         check_integer(name, value, 1)
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale={scale} must be a positive finite number")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap={soft_cap} must be None or positive")
+    scale, window, soft_cap = check_scale(scale), check_window(window), check_soft_cap(soft_cap)
+    if window is not None and not causal:
+        raise ValueError(f"window={window} with causal={causal}: a window needs causal=True")
     check_out_dtype(out_dtype)
 
     q_starts, q_lens, kv_starts, kv_lens = map(jnp.asarray, (q_starts, q_lens, kv_starts, kv_lens))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_attn.checks import check_integer, check_integers
 from mla_attn.speculative.acceptance import Acceptance
 
 
@@ -27,13 +28,15 @@ class DraftTree:
     widths: tuple[int, ...]
 
     def __post_init__(self):
-        if not self.widths or min(self.widths) < 1:
+        widths = tuple(check_integers("widths", self.widths))
+        if not widths or min(widths) < 1:
             raise ValueError(f"widths={self.widths} must be one or more integers of at least 1")
+        object.__setattr__(self, "widths", widths)  # hashable, of Python's integers
 
     @classmethod
     def parse(cls, text: str) -> "DraftTree":
         """From "3x2x1": three drafts after the anchor, two after each of them, one after each of those."""
-        parts = text.split("x")
+        parts = text.split("x") if isinstance(text, str) else [""]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             raise ValueError(f"tree {text!r} must be widths of at least 1 joined by x, as 3x2x1")
         return cls(tuple(map(int, parts)))
@@ -41,9 +44,7 @@ class DraftTree:
     @classmethod
     def chain(cls, num_drafts: int) -> "DraftTree":
         """``num_drafts`` drafts one after the other."""
-        if num_drafts < 1:
-            raise ValueError(f"num_drafts={num_drafts} must be at least 1")
-        return cls((1,) * num_drafts)
+        return cls((1,) * check_integer("num_drafts", num_drafts, 1))
 
     @property
     def depth(self) -> int:
@@ -134,8 +135,7 @@ def prune(
         tree: shape of the full tree.
         budget: drafts to keep, 1 to ``tree.size - 1``.
     """
-    if not 1 <= budget <= tree.size - 1:
-        raise ValueError(f"budget={budget} must be 1 to {tree.size - 1}, the drafts of the tree")
+    budget = check_integer("budget", budget, 1, tree.size - 1)
     path = jnp.where(tokens < 0, -jnp.inf, log_probs.astype(jnp.float32)).at[:, 0].set(0.0)
     for level in range(1, tree.depth + 1):
         nodes = slice(tree.level_starts[level], tree.level_starts[level] + tree.level_sizes[level])

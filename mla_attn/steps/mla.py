@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache.pools import LatentPool
 from mla_attn.cache.write import read_latent, write_latent
+from mla_attn.checks import INT32_MAX, check_integer, check_number, check_shape
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops.checks import check_pool, check_shape
+from mla_attn.ops.checks import check_pool
 from mla_attn.ops.merge import merge_states
 from mla_attn.ops.mla import mla_attention
 from mla_attn.ops.ragged import ragged_attention
@@ -37,8 +38,8 @@ class QueryScaling:
     original_max_position: int
 
     def __post_init__(self):
-        if self.original_max_position < 1:
-            raise ValueError(f"original_max_position={self.original_max_position} must be at least 1")
+        object.__setattr__(self, "beta", check_number("beta", self.beta))
+        check_integer("original_max_position", self.original_max_position, 1, INT32_MAX)
 
     def factors(self, positions: Int[Array, "T"]) -> Float[Array, "T"]:
         """float32 factor of each row."""
@@ -214,8 +215,7 @@ def extend(
     """
     if spec.window is not None:
         raise NotImplementedError(f"extend with window={spec.window} is not served: use mla_attention")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    chunk_size = check_integer("chunk_size", chunk_size, 1)
     _check_expanded(q, k, v, pool, metadata, spec)
     heads, v_dim = q.shape[1], v.shape[2]
     check_shape("w_uk", w_uk, (heads, q.shape[2] - rope.shape[1], spec.kv_lora_rank), "[H, D - E, R]")

@@ -87,7 +87,7 @@ def test_the_call_without_changes_is_right(call):
         ({"q_latent": zeros(4, 2, 32, dtype=int)}, "q_latent has dtype int32, must be a floating"),
         ({"q_rope": zeros(4, 2, 16, dtype=jnp.bfloat16)}, "q_rope has dtype bfloat16, must be q_latent's float32"),
         ({"spec": {"num_heads": 3}}, r"q_latent has shape \(4, 2, 32\), must be \(4, 3, 32\)"),
-        ({"pool": {"kv_lora_rank": 40}}, r"pool holds rows of 40 \+ 8 channels, must be spec's 32 \+ 16"),
+        ({"pool": {"kv_lora_rank": 40}}, r"pool stores 40 latent \+ 8 rope channels per token, but spec has 32 \+ 16"),
         ({"layer": 2}, "layer=2 must be 0 to 1"),
         ({"layer": -1}, "layer=-1 must be 0 to 1"),
         ({"layer": np.int32(2)}, "layer=2 must be 0 to 1"),
@@ -102,7 +102,7 @@ def test_the_call_without_changes_is_right(call):
         ({"metadata": {"page_table": zeros(2, 4)}}, "metadata.page_table has dtype float32, must be int32"),
         ({"metadata": {"page_table": zeros(3, 4, dtype=int)}}, r"page_table has shape \(3, 4\), must be \(2, 4\)"),
         ({"metadata": {"page_table": zeros(2, 0, dtype=int)}}, r"page_table has shape \(2, 0\): W must be at least 1"),
-        ({"metadata": {"page_size": 8}}, "metadata was made for pages of 8, must be the pool's 4"),
+        ({"metadata": {"page_size": 8}}, "metadata was built with page_size=8, but the pool has page_size=4"),
         ({"metadata": {"max_q_len": 0}}, "max_q_len=0 and kv_stride=1 must be at least 1"),
         ({"metadata": {"kv_stride": 0}}, "max_q_len=2 and kv_stride=0 must be at least 1"),
         (

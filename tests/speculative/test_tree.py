@@ -56,16 +56,28 @@ def test_shape(widths):
     assert DraftTree.parse("x".join(map(str, widths))) == tree
 
 
-@pytest.mark.parametrize("text", ["", "x", "3x", "x3", "3xx2", "0x2", "2x0", "-1", "2x-1", "a", "3 x 2", "1.0", "2X2"])
-def test_parse_errors(text):
-    with pytest.raises(ValueError, match=f"tree '{text}' must be widths of at least 1 joined by x, as 3x2x1"):
+@pytest.mark.parametrize(
+    "text", ["", "x", "3x", "x3", "3xx2", "0x2", "2x0", "-1", "2x-1", "a", "3 x 2", "1.0", "2X2", 3, None]
+)
+def test_parse_errors(text, unchecked):
+    with pytest.raises(ValueError, match=f"tree {text!r} must be widths of at least 1 joined by x, as 3x2x1"):
         DraftTree.parse(text)
 
 
-@pytest.mark.parametrize("widths", [(), (0,), (2, -1)])
-def test_width_errors(widths):
-    with pytest.raises(ValueError, match=r"widths=.* must be one or more integers of at least 1"):
+@pytest.mark.parametrize("widths", [(), (0,), (2, -1), (1.5,), (True,), "12", 3, None, (jnp.int32(2),)])
+def test_width_errors(widths, unchecked):
+    with pytest.raises(ValueError, match=r"widths(=| holds).* must be (one or more|a sequence of) integers"):
         DraftTree(widths)
+
+
+@pytest.mark.parametrize("drafts", [0, -1, "3", 2.0, True])
+def test_chain_errors(drafts, unchecked):
+    with pytest.raises(ValueError, match=f"num_drafts={drafts!r} must be an integer of at least 1"):
+        DraftTree.chain(drafts)
+
+
+def test_widths_are_a_static_argument_whatever_sequence_they_were():
+    assert hash(DraftTree([2, 1])) == hash(DraftTree(np.array([2, 1]))) == hash(DraftTree((2, 1)))
 
 
 ROWS = 17
@@ -152,7 +164,7 @@ def test_prune_all_placeholders():
 
 @pytest.mark.parametrize("budget", [0, 7, -1])
 def test_prune_errors(budget):
-    with pytest.raises(ValueError, match=f"budget={budget} must be 1 to 6, the drafts of the tree"):
+    with pytest.raises(ValueError, match=f"budget={budget} must be an integer from 1 to 6"):
         prune(jnp.zeros((1, 7), jnp.int32), jnp.zeros((1, 7)), DraftTree((2, 2)), budget=budget)
 
 

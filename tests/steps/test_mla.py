@@ -363,12 +363,12 @@ def test_query_scaling(world, mode):
 
 
 def test_query_scaling_refuses_no_length():
-    with pytest.raises(ValueError, match="original_max_position=0 must be at least 1"):
+    with pytest.raises(ValueError, match="original_max_position=0 must be an integer from 1 to 2147483647"):
         steps.QueryScaling(beta=0.1, original_max_position=0)
 
 
 EXTEND_ERRORS = [
-    ({"chunk_size": 0}, ValueError, "chunk_size=0 must be at least 1"),
+    ({"chunk_size": 0}, ValueError, "chunk_size=0 must be an integer of at least 1"),
     ({"w_uk": jnp.zeros((HEADS, NOPE + 1, RANK))}, ValueError, r"w_uk has shape \(3, 9, 16\), must be \(3, 8, 16\)"),
     ({"w_uk": jnp.zeros((HEADS, RANK, NOPE))}, ValueError, r"w_uk has shape \(3, 16, 8\), must be \(3, 8, 16\)"),
     ({"w_uv": jnp.zeros((HEADS, VALUE, 1))}, ValueError, r"w_uv has shape \(3, 6, 1\), must be \(3, 6, 16\)"),
@@ -382,7 +382,7 @@ ERRORS = [
     ({"q": jnp.zeros((20, 36))}, ValueError, r"q has shape \(20, 36\), must be \[T, H, D\]"),
     ({"latent": jnp.zeros((19, RANK))}, ValueError, r"latent has shape \(19, 16\), must be \(20, 16\)"),
     ({"spec": dataclasses.replace(SPEC, num_heads=4)}, ValueError, r"q has shape \(20, 3, 12\), must be \(20, 4, 12\)"),
-    ({"spec": dataclasses.replace(SPEC, kv_lora_rank=12)}, ValueError, r"pool holds rows of 16 \+ 4 channels"),
+    ({"spec": dataclasses.replace(SPEC, kv_lora_rank=12)}, ValueError, r"pool stores 16 latent \+ 4 rope channels"),
     ({"implementation": "cuda"}, ValueError, "implementation='cuda' must be one of"),
     ({"layer": 0.5}, ValueError, r"layer is float32\[\], must be one integer"),
 ]
@@ -427,7 +427,7 @@ def test_a_pool_of_other_pages_is_refused(unchecked, world, mode):
     else:
         step, arrays = getattr(steps, mode), world.expanded(metadata, 0, (3, 4, 5))
     arrays = (*arrays, *(world.weights(0) if mode == "extend" else ()))
-    with pytest.raises(ValueError, match="metadata was made for pages of 4, must be the pool's 2"):
+    with pytest.raises(ValueError, match="metadata was built with page_size=4, but the pool has page_size=2"):
         step.trace(*arrays, pool, metadata, SPEC)
 
 

@@ -1,0 +1,171 @@
+"""Argument checks of the whole package: static integers and numbers, and the shapes and dtypes of arrays.
+
+Each raises ``ValueError`` with the argument's name, its value and what is allowed, and those that convert return what
+was meant: a Python number, or an int32 array.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+INT32_MAX = 2**31 - 1
+_FLOAT32 = jnp.finfo(jnp.float32)
+# Above this ``score / cap`` of an ordinary score is no longer a normal float32, and would be flushed to zero.
+_MOST_SOFT_CAP = 1e30
+
+
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A static integer from ``least`` to ``most``, Python's or NumPy's, as Python's: sizes are multiplied.
+
+    Booleans, floats of whole value, strings and JAX arrays are refused: none of them is a static integer.
+    """
+    if not _is_integer(value) or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r} must be an integer {allowed}")
+    return int(value)
+
+
+def check_integers(name: str, values: Any) -> list[int]:
+    """A sequence of static integers, or an array of one axis."""
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(listed, Sequence):
+        raise ValueError(f"{name}={values!r} must be a sequence of integers")
+    wrong = [value for value in listed if not _is_integer(value)]
+    if wrong:
+        raise ValueError(f"{name} holds {wrong[0]!r}, must be a sequence of integers")
+    return [int(value) for value in listed]
+
+
+def check_index(name: str, value: int | Int[Array, ""], least: int, most: int = INT32_MAX) -> int | Int[Array, ""]:
+    """One integer, static or an array [], as a Python integer or an int32 array.
+
+    The range is checked where the value is known: a traced one cannot be, and no traced one may be relied on.
+    """
+    if not isinstance(value, jax.Array | np.ndarray):
+        return check_integer(name, value, least, most)
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, must be one integer, []")
+    if not isinstance(value, jax.core.Tracer):
+        check_integer(name, int(value), least, most)
+    return as_int32(name, value)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: int | float | None = None,
+    least: int | float | None = None,
+    most: int | float | None = None,
+) -> float:
+    """A static real number, Python's or NumPy's, as Python's, that float32 holds: finite, and neither an overflow nor
+    (what devices flush to zero) below the least normal float32.
+
+    Args:
+        name: of the argument.
+        value: what was given; booleans, strings and JAX arrays are refused.
+        above: exclusive lower bound, if any.
+        least: inclusive lower bound, if any.
+        most: inclusive upper bound, if any.
+    """
+    number = _as_float(value)
+    held = number == 0 or float(_FLOAT32.tiny) <= abs(number) <= float(_FLOAT32.max)  # NaN is not
+    bounds = [
+        (above is None or number > above, f"above {above}"),
+        (least is None or number >= least, f"of at least {least}"),
+        (most is None or number <= most, f"of at most {most}"),
+    ]
+    if not held or not all(inside for inside, _ in bounds):
+        given = [text for (_, text), bound in zip(bounds, (above, least, most), strict=True) if bound is not None]
+        allowed = " ".join(["a finite number", " and ".join(given)]).strip()
+        raise ValueError(f"{name}={value!r} must be {allowed}, as float32")
+    return number
+
+
+def check_scale(scale: Any) -> float:
+    """A softmax scale."""
+    return check_number("scale", scale, above=0)
+
+
+def check_window(window: Any) -> int | None:
+    """A sliding window, which counts the row's own key; None for none."""
+    return None if window is None else check_integer("window", window, 1, INT32_MAX)
+
+
+def check_soft_cap(soft_cap: Any) -> float | None:
+    """A cap of scores, ``cap * tanh(score / cap)``; None for none, which an infinite one is too."""
+    if soft_cap is None or _as_float(soft_cap) == math.inf:
+        return None
+    return check_number("soft_cap", soft_cap, above=0, most=_MOST_SOFT_CAP)
+
+
+def check_array(name: str, array: Any) -> None:
+    """A NumPy or JAX array."""
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise ValueError(f"{name} is a {type(array).__name__}, must be an array")
+
+
+def check_shape(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> None:
+    """An array of exactly ``shape``; ``meaning`` says what its axes are."""
+    check_array(name, array)
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {shape}: {meaning}")
+
+
+def check_type(name: str, array: Any, kind: Any) -> None:
+    """An array of a dtype of ``kind``; of ``jnp.floating`` not float8, whose numbers need a scale."""
+    if kind is jnp.floating and not _is_floating(array.dtype):
+        raise ValueError(f"{name} has dtype {array.dtype}, must be a floating dtype of at least 16 bits")
+    if not jnp.issubdtype(array.dtype, kind):
+        raise ValueError(f"{name} has dtype {array.dtype}, must be {jnp.dtype(kind).name}")
+
+
+def check_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
+    """A dtype, by name or type."""
+    try:
+        if dtype is not None:  # NumPy's default
+            return jnp.dtype(dtype)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}={dtype!r} must be a dtype")
+
+
+def check_out_dtype(out_dtype: DTypeLike | None) -> None:
+    """The dtype of a result, or None."""
+    if out_dtype is not None and not _is_floating(check_dtype("out_dtype", out_dtype)):
+        raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a floating dtype of at least 16 bits")
+
+
+def as_int32(name: str, array: Any) -> Int[Array, "..."]:
+    """An array of any integer dtype as int32; what does not fit becomes its nearest limit, out of every range."""
+    check_array(name, array)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")
+    held = jnp.iinfo(array.dtype)
+    if held.max > INT32_MAX:
+        array = array.clip(max(held.min, -INT32_MAX - 1), INT32_MAX)
+    return jnp.asarray(array, jnp.int32)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
+def _as_float(value: Any) -> float:
+    """NaN for what is no real number, or too large for a float."""
+    try:
+        return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
