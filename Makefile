@@ -3,7 +3,12 @@
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow lint mutants cuda-aot clean
 
+# Compiled Python is kept, whatever the shell says: without it every test process compiles all files for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 CHECKPOINT := tests/fixtures/deepseek-v3-tiny
+# Two processes, a file in one of them: most of a test's time is tracing and compiling, on one core.
+PYTEST := .venv/bin/python -m pytest -n 2 --dist loadfile
 JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
 
 help: ## Show this list
@@ -13,10 +18,10 @@ demo: .venv/installed-demo ## Generate text from a small DeepSeek-V3 checkpoint,
 	@.venv/bin/mla-attn demo $(CHECKPOINT)
 
 test: .venv/installed-test ## Run the tests but the slow ones (options: .venv/bin/python -m pytest --help)
-	@.venv/bin/python -m pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-slow: .venv/installed-test ## Run the slow tests: notebooks, float32 twins, long generations
-	@.venv/bin/python -m pytest -m slow
+	@$(PYTEST) -m slow
 
 lint: .venv/installed-lint ## Check style, types and the direction of imports
 	@.ci/lint .venv/bin

@@ -13,6 +13,19 @@ pytest.register_assert_rewrite(*HELPERS)
 SHAPES_CHECKED = source_tree.install()
 
 
+def keep_compiled_programs():
+    """Share compiled programs between test processes and runs, the small ones too, until `make clean`.
+
+    What tests ask of a program (its memory, its text, how many were asked for) is the same of one that is read back.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = str(source_tree.ROOT / ".pytest_cache" / "jax")
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        # For processes that tests start.
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
 def pytest_configure(config):
     # On a GPU machine too, tests run on the CPU unless asked otherwise: most tolerances are those of the CPU.
     # JAX_PLATFORMS=cuda,cpu runs everything on the GPU; `-m gpu` leaves the choice to JAX.
@@ -20,6 +33,7 @@ def pytest_configure(config):
     if not ("gpu" in mark and "not gpu" not in mark):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for processes that tests start
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+        keep_compiled_programs()
     # Two CPU devices, so that sharding can be tested everywhere.
     jax.config.update("jax_num_cpu_devices", 2)
     # Broadcasting between ranks hides missing axes; implicit promotion hides float32 copies of bfloat16 arrays.
