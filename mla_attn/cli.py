@@ -137,7 +137,7 @@ def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed {options.seed} must be 0 to 2**32 - 1")
-    longest, positions = max(map(len, prompts)), model.config.max_position_embeddings
+    longest, positions = max(map(len, prompts)), model.max_position_embeddings
     if longest + options.max_new_tokens > positions:
         raise ValueError(
             f"the longest prompt has {longest} tokens and --max-new-tokens is {options.max_new_tokens}: together they "
@@ -149,7 +149,7 @@ def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
     parameters = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,
-            stop_tokens=() if options.ignore_eos else tuple(model.config.eos_token_ids),
+            stop_tokens=() if options.ignore_eos else model.eos_token_ids,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
@@ -236,7 +236,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     tokenizer = load_tokenizer(options.checkpoint)
     model = load_checkpoint(options.checkpoint, dtype=jnp.float32)
-    if model.config.num_nextn_predict_layers == 0:
+    if not model.can_draft:
         raise ValueError(f"{options.checkpoint} has no MTP layer to draft with: demo needs one")
     begin = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
     prompts = [begin + tokenizer.encode(text) for text in _DEMO_PROMPTS]

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 
 from mla_attn.buckets import backend_compiles, ladder, warm_up
-from mla_attn.cache import LatentPool
 from mla_attn.cache.allocator import PageAllocator
-from mla_attn.models.deepseek import DeepseekForCausalLM
+from mla_attn.models.base import CausalLM
 from mla_attn.passes import Passes, Shapes
 from mla_attn.speculative import DraftTree
 
@@ -61,7 +60,7 @@ class Generation:
 
 
 def generate(
-    model: DeepseekForCausalLM,
+    model: CausalLM,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -100,7 +99,7 @@ def generate(
         tree = DraftTree.chain(num_drafts)
     backend_compiles()
     run = _Run(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, stop_tokens, implementation, on_tokens)
-    warm_up_seconds = warm_up(run.passes.buckets, run.passes.state, run.pool, progress=progress)
+    warm_up_seconds = warm_up(run.passes.buckets, run.passes.state, run.pools, progress=progress)
     compiled = backend_compiles()
 
     begin = time.perf_counter()
@@ -171,13 +170,7 @@ class _Run:
         self.active = np.zeros(batch, np.int32)
         self.active[: len(prompts)] = 1
         self.passes = Passes(model, shapes, implementation=implementation)
-        self.pool = LatentPool.create(
-            num_layers=model.num_cache_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            spec=model.attention_spec,
-            dtype=model.embed_tokens.embedding[...].dtype,
-        )
+        self.pools = model.create_pools(num_pages=num_pages, page_size=page_size)
 
     def _parts(self, sequences):
         """Sequences as long as the prompts, cut into chunks: for each pass, the part of each that goes into it."""
@@ -185,7 +178,7 @@ class _Run:
             yield [s[begin : begin + self.chunk] for s in sequences]
 
     def _step(self, bucket, **inputs):
-        outputs, self.pool = bucket(self.passes.state, self.pool, {"page_table": self.table, **inputs})
+        outputs, self.pools = bucket(self.passes.state, self.pools, {"page_table": self.table, **inputs})
         return outputs
 
     def prefill(self) -> None:
@@ -281,7 +274,6 @@ def _padded(array: np.ndarray, length: int) -> np.ndarray:
 
 
 def _check(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk) -> None:
-    config = model.config
     if not prompts:
         raise ValueError("prompts is empty, must hold at least one prompt")
     for name, value, least in (
@@ -295,11 +287,11 @@ def _check(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk)
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompts[{i}] is empty, must hold at least one token")
-        wrong = [t for t in prompt if not 0 <= t < config.vocab_size]
+        wrong = [t for t in prompt if not 0 <= t < model.vocab_size]
         if wrong:
-            raise ValueError(f"prompts[{i}] holds token {wrong[0]}, must be 0 to {config.vocab_size - 1}")
-        if len(prompt) + max_new_tokens > config.max_position_embeddings:
+            raise ValueError(f"prompts[{i}] holds token {wrong[0]}, must be 0 to {model.vocab_size - 1}")
+        if len(prompt) + max_new_tokens > model.max_position_embeddings:
             raise ValueError(
                 f"prompts[{i}] has {len(prompt)} tokens and max_new_tokens={max_new_tokens}: together they must be at "
-                f"most max_position_embeddings={config.max_position_embeddings}"
+                f"most max_position_embeddings={model.max_position_embeddings}"
             )

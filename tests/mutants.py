@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant("float32 results rounded to bfloat16", MOSAIC, "combine_all=out_dtype != jnp.bfloat16", "combine_all=False", ADAPTER + "test_results_wider_than_the_kernels_are_combined"),
     Mutant("bits of two kernels promised to be one's", MOSAIC, "None if batch_invariant else _group_rows(", "_group_rows(", ADAPTER + "test_which_kernel_and_how_many_rows"),
     Mutant("few keys of one request taken for few keys of all", MOSAIC, "few_keys=requests * max_tiles <= lanes", "few_keys=max_tiles <= lanes", ADAPTER + "test_which_kernel_and_how_many_rows"),
-    Mutant("prompts always expanded", "mla_attn/passes/passes.py", 'attend = "draft_extend" if self._has_absorbed_kernel(model, pool, m) else mode', "attend = mode", "tests/mosaic_gpu/test_mla.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
+    Mutant("prompts always expanded", "mla_attn/models/deepseek.py", "form is None and mode in PROMPT_MODES and planned.work_plan is None", "form is None and mode in PROMPT_MODES", "tests/mosaic_gpu/test_mla.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
     Mutant("prompts absorbed without a kernel", "mla_attn/passes/passes.py", "return planned.work_plan is not None", "return planned.work is not None", "tests/mosaic_gpu/test_mla.py::test_prompts_are_absorbed_where_a_kernel_takes_them"),
     Mutant("negative zero below zero", "mla_attn/sampling.py", "jnp.where(x == 0, 0.0, x)", "x", SAMPLING + "test_zeros_of_either_sign_are_equal"),
     Mutant("draft passes all told to be the first", "mla_attn/engine/engine.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/engine/test_engine.py::test_what_draft_passes_are_told"),

@@ -1,6 +1,5 @@
 """Buckets over a small function, then the passes of a small model over their ladders."""
 
-import dataclasses
 import time
 
 import jax
@@ -12,8 +11,8 @@ from flax import nnx
 from checkpoints import small_config
 from mla_attn import buckets as module
 from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
-from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekForCausalLM
+from mla_attn.models.deepseek import GROUP
 from mla_attn.passes import Passes, Shapes
 from mla_attn.speculative import DraftTree
 
@@ -226,7 +225,7 @@ def passes():
         chunked=True,
     )
     made = Passes(model, shapes)
-    pool, begin = fresh_pool(made), len(compile_events)
+    pool, begin = fresh_pools(made), len(compile_events)
     # One program for each number of requests and, for prompts, of rows.
     warm_up([*made.buckets, made.decode], made.state, pool, progress=False)
     assert len(compile_events) - begin == 3 * len(BATCHES) * len(ROWS) + 4 * len(BATCHES)
@@ -238,12 +237,10 @@ def test_weights_are_a_plain_tuple_of_arrays(passes):
     assert type(passes.state) is tuple and all(isinstance(weight, jax.Array) for weight in passes.state)
 
 
-def fresh_pool(passes, seed=0):
-    """A pool of random rows."""
-    spec = passes._model(passes.state).attention_spec
-    pool = LatentPool.create(num_layers=2, num_pages=4 * W + 3, page_size=P, spec=spec, dtype=jnp.float32)
-    data = np.random.default_rng(seed).standard_normal(pool.data.shape, np.float32)
-    return dataclasses.replace(pool, data=jnp.asarray(data))
+def fresh_pools(passes, seed=0):
+    """Pools of random rows."""
+    pools, rng = passes._model(passes.state).create_pools(num_pages=4 * W + 3, page_size=P), np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), pools)
 
 
 def bucket(passes, name):
@@ -308,12 +305,12 @@ def step_call(name, rng, active):
 
 
 def test_no_compile_after_warm_up(passes):
-    rng, pool = np.random.default_rng(0), fresh_pool(passes)
+    rng, pools = np.random.default_rng(0), fresh_pools(passes)
     begin, counted, empty = len(compile_events), backend_compiles(), 0
     for _ in range(300):
         name = rng.choice(PASSES)
         call, _ = random_call(passes, name, rng)
-        outputs, pool = bucket(passes, name)(passes.state, pool, call)
+        outputs, pools = bucket(passes, name)(passes.state, pools, call)
         batch = len(call["page_table"])
         first = outputs["drafts" if name.startswith("draft") else "tokens"]
         assert len(first) == next(b for b in BATCHES if b >= batch) or name in ("prefill", "extend", "draft_prefill")
@@ -328,7 +325,7 @@ def test_no_compile_after_warm_up(passes):
 @pytest.mark.parametrize("name", PASSES)
 def test_padding_writes_nothing(passes, name):
     """Three requests in a bucket of four, one of them without rows: what changes are the rows of the other two."""
-    rng, before = np.random.default_rng(1), fresh_pool(passes)
+    rng, before = np.random.default_rng(1), fresh_pools(passes)
     call, written = random_call(passes, name, rng, q_lens=[3, 0, 4], live=[1, 0, 1])
     rows = np.array(before.data).reshape(2, -1, before.latent_dim)
     _, after = bucket(passes, name)(passes.state, before, call)
@@ -346,14 +343,14 @@ def test_padding_writes_nothing(passes, name):
 @pytest.mark.parametrize("name", PASSES)
 def test_a_bucket_of_padding_alone(passes, name, requests):
     """An engine without work for this pass: nothing fails, is written, emitted or compiled."""
-    rng, pool = np.random.default_rng(2), fresh_pool(passes)
+    rng, pools = np.random.default_rng(2), fresh_pools(passes)
     call, written = random_call(passes, name, rng, q_lens=[0] * requests, live=[0] * requests)
     assert not any(map(len, written))
     if name == "draft_extend":
         assert not call["num_emitted"].any()
-    before, begin = np.array(pool.data), len(compile_events)
-    outputs, pool = bucket(passes, name)(passes.state, pool, call)
-    np.testing.assert_array_equal(pool.data, before)
+    before, begin = np.array(pools[GROUP].data), len(compile_events)
+    outputs, pools = bucket(passes, name)(passes.state, pools, call)
+    np.testing.assert_array_equal(pools[GROUP].data, before)
     assert len(compile_events) == begin
     for value in outputs.values():
         assert np.isfinite(np.asarray(value, np.float32)).all()

@@ -37,8 +37,8 @@ class _SimulatedPasses(SlotPasses):
     def _model(self, state):
         return super()._model(state[0])
 
-    def _target_verify(self, state, pool, x):
-        return super()._target_verify(state, pool, x | {"acceptance": state[1]})
+    def _target_verify(self, state, pools, x):
+        return super()._target_verify(state, pools, x | {"acceptance": state[1]})
 
     def _pick(self, logits, positions, x):
         targets = super()._pick(logits, positions, x)

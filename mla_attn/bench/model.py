@@ -15,7 +15,6 @@ from flax import nnx
 from mla_attn.bench import report, timing
 from mla_attn.bench.run import machine
 from mla_attn.buckets import warm_up
-from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
 from mla_attn.passes import Passes, Shapes
 
@@ -130,22 +129,18 @@ def measure(
     shapes = Shapes(tuple(batches), (8,), width, page_size, width * page_size)
     passes = Passes(model, shapes, implementation=implementation)
     # One pool for all batches: programs are compiled for its size.
-    pool = LatentPool.create(
-        num_layers=model.num_cache_layers,
-        num_pages=max(batches) * width,
-        page_size=page_size,
-        spec=model.attention_spec,
-    )
-    pool = dataclasses.replace(pool, data=jax.random.normal(jax.random.key(1), pool.data.shape, pool.dtype))
+    num_pages = max(batches) * width
+    pools = model.create_pools(num_pages=num_pages, page_size=page_size)
+    pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), pools)
     say(f"{name}: compiling")
-    warm_up([passes.decode], passes.state, pool, progress=False)
+    warm_up([passes.decode], passes.state, pools, progress=False)
     found = []
     for batch in batches:
         say(f"{name}: batch {batch}")
-        pages = np.random.default_rng(0).permutation(pool.num_pages).astype(np.int32)
+        pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
         table = jax.device_put(pages[: batch * width].reshape(batch, width))
-        short, pool, *_ = _steps(passes, pool, table, cached=0, profile=False)
-        step, pool, host, kernels = _steps(passes, pool, table, cached=kv_len - 1, profile=True)
+        short, pools, *_ = _steps(passes, pools, table, cached=0, profile=False)
+        step, pools, host, kernels = _steps(passes, pools, table, cached=kv_len - 1, profile=True)
         found.append(
             ModelStep(
                 batch=batch,
@@ -160,18 +155,18 @@ def measure(
     return found
 
 
-def _steps(passes: Passes, pool: LatentPool, table, *, cached: int, profile: bool):
+def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
     """Median wall and dispatch microseconds of a step in rows of dependent ones, and its kernels."""
     batch = table.shape[0]
     lens, active = jax.device_put(np.full(batch, cached, np.int32)), jax.device_put(np.ones(batch, np.int32))
-    state = {"pool": pool, "tokens": jax.device_put(np.zeros(batch, np.int32))}
+    state = {"pools": pools, "tokens": jax.device_put(np.zeros(batch, np.int32))}
 
     def run() -> float:
         """``_STEPS`` steps, each from the tokens of the one before; host seconds to dispatch them."""
         begin = time.perf_counter()
         for _ in range(_STEPS):
             inputs = {"page_table": table, "lens": lens, "active": active, "tokens": state["tokens"]}
-            out, state["pool"] = passes.decode(passes.state, state["pool"], inputs)
+            out, state["pools"] = passes.decode(passes.state, state["pools"], inputs)
             state["tokens"] = out["tokens"]
         host = time.perf_counter() - begin
         jax.block_until_ready(state["tokens"])
@@ -190,7 +185,7 @@ def _steps(passes: Passes, pool: LatentPool, table, *, cached: int, profile: boo
             kernels = {kernel: (launches, 1e6 * s) for kernel, (launches, s) in seconds.items()}
         except RuntimeError as error:  # a failing profiler costs a column, not the run
             print(f"kernel time unknown: {error}")
-    return 1e6 * statistics.median(wall), state["pool"], 1e6 * statistics.median(host), kernels
+    return 1e6 * statistics.median(wall), state["pools"], 1e6 * statistics.median(host), kernels
 
 
 def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:

@@ -190,4 +190,4 @@ def watch(engine: BenchEngine, load: Load, params: SamplingParams) -> dict[str, 
 def _twice_the_batch(engine: BenchEngine, load: Load, new_tokens: int) -> tuple[Request, ...]:
     few = {"requests": 2 * engine.most_running, "rate": math.inf, "new_tokens": new_tokens}
     load = dataclasses.replace(load, **few, seed=load.seed + 1)
-    return make_trace(load, vocab_size=engine.model.config.vocab_size, max_len=engine.max_len)
+    return make_trace(load, vocab_size=engine.model.vocab_size, max_len=engine.max_len)

@@ -24,7 +24,7 @@ from mla_attn.bench.run import machine
 from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.dispatch import NAMES
 from mla_attn.engine.requests import SamplingParams
-from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
+from mla_attn.models import CausalLM, DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 from mla_attn.speculative import DraftTree
 
 _PERCENTILES = (50, 90, 99)
@@ -289,8 +289,8 @@ def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     report.check_files(options)
     say(f"{options.serve}: loading")
     model = _model(options.serve, options.dtype, drafts=any(case.params.speculation for case in cases))
-    max_len, num_pages = _sizes(options, cases, model.config.max_position_embeddings)
-    traces = [make_trace(case.load, vocab_size=model.config.vocab_size, max_len=max_len) for case in cases]
+    max_len, num_pages = _sizes(options, cases, model.max_position_embeddings)
+    traces = [make_trace(case.load, vocab_size=model.vocab_size, max_len=max_len) for case in cases]
     engine = _engine(options, cases, model, max_len=max_len, num_pages=num_pages)
     say(f"{options.serve}: compiling and warming up")
     engine.warm_up(progress=sys.stderr.isatty())
@@ -338,7 +338,7 @@ def _serve(
 
 
 def _engine(
-    options: argparse.Namespace, cases: Sequence[Case], model: DeepseekForCausalLM, *, max_len: int, num_pages: int
+    options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, *, max_len: int, num_pages: int
 ) -> BenchEngine:
     """One that serves all cases."""
     batches = sorted({case.max_batch for case in cases})
@@ -424,7 +424,7 @@ def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -
     return max_len, pages
 
 
-def _model(checkpoint: str, dtype: str, *, drafts: bool) -> DeepseekForCausalLM:
+def _model(checkpoint: str, dtype: str, *, drafts: bool) -> CausalLM:
     if checkpoint in CONFIGS:
         config = DeepseekConfig.from_hf(CONFIGS[checkpoint] | {"num_nextn_predict_layers": int(drafts)})
         return DeepseekForCausalLM(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))

@@ -22,14 +22,11 @@ import jax
 import numpy as np
 
 from mla_attn.buckets import backend_compiles, ladder, warm_up
-from mla_attn.cache import LatentPool
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
 from mla_attn.checks import check_integer, check_integers
-from mla_attn.dispatch import choose, current_device
 from mla_attn.engine.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams
-from mla_attn.models.deepseek import DeepseekForCausalLM
-from mla_attn.ops import mla
+from mla_attn.models.base import CausalLM
 from mla_attn.passes import SAMPLING, Shapes
 from mla_attn.passes.state import SlotPasses, create_slots
 from mla_attn.speculative import DraftTree
@@ -136,7 +133,7 @@ class Engine:
 
     def __init__(
         self,
-        model: DeepseekForCausalLM,
+        model: CausalLM,
         *,
         max_batch: int = 8,
         num_pages: int,
@@ -149,7 +146,7 @@ class Engine:
         prefix_cache: bool = True,
         implementation: str | None = None,
     ):
-        positions = model.config.max_position_embeddings
+        positions = model.max_position_embeddings
         for name, value in (
             ("max_batch", max_batch),
             ("num_pages", num_pages),
@@ -167,10 +164,8 @@ class Engine:
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
         if not isinstance(speculation, Sequence) or not all(isinstance(tree, DraftTree) for tree in speculation):
             raise ValueError(f"speculation={speculation!r} must be a sequence of DraftTree")
-        dtype = model.embed_tokens.embedding[...].dtype
-        # What an implementation refuses of this model's calls, it refuses of all of them: of decode too.
-        call = {"spec": model.attention_spec, "page_size": page_size, "dtype": dtype, "max_q_len": 1}
-        choose("mla_attention", mla.MLACall(**call, **current_device().facts), mla.IMPLEMENTATIONS, implementation)
+        for group in model.cache_groups:
+            group.check_supported(page_size=page_size, implementation=implementation)
         self.model, self.max_len, self.speculation = model, max_len, tuple(dict.fromkeys(speculation))
         self.max_batch, self.max_waiting, self._prompt_tokens = max_batch, max_waiting, prompt_tokens
         shapes = Shapes(
@@ -195,14 +190,8 @@ class Engine:
 
         self._pages = PageAllocator(num_pages, page_size, table_width=shapes.table_width)
         self._prefixes, self._keeps_prefixes = PrefixCache(self._pages), prefix_cache
-        pool = LatentPool.create(
-            num_layers=model.num_cache_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            spec=model.attention_spec,
-            dtype=dtype,
-        )
-        self._device = (pool, create_slots(model, max_batch, self.speculation))
+        pools = model.create_pools(num_pages=num_pages, page_size=page_size)
+        self._device = (pools, create_slots(model, max_batch, self.speculation))
 
         self._lock = threading.RLock()  # of step
         self._adding = threading.Lock()
@@ -268,7 +257,7 @@ class Engine:
                 with ``max_new_tokens`` for ``max_len`` or for all pages; a draft tree the engine was not made with.
         """
         check_integers("prompt", prompt)
-        vocab, total = self.model.config.vocab_size, len(prompt) + params.max_new_tokens
+        vocab, total = self.model.vocab_size, len(prompt) + params.max_new_tokens
         if len(prompt) == 0:
             raise ValueError("prompt is empty, must hold at least one token")
         wrong = [t for t in prompt if not 0 <= t < vocab]

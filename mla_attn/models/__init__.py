@@ -1,8 +1,9 @@
 """Models over the ops of this library."""
 
+from mla_attn.models.base import CacheGroup, CausalLM
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.deepseek import DeepseekForCausalLM
 from mla_attn.models.loading import load_checkpoint
 from mla_attn.models.safetensors import CheckpointError
 
-__all__ = ["CheckpointError", "DeepseekConfig", "DeepseekForCausalLM", "load_checkpoint"]
+__all__ = ["CacheGroup", "CausalLM", "CheckpointError", "DeepseekConfig", "DeepseekForCausalLM", "load_checkpoint"]

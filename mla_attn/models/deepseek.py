@@ -6,29 +6,57 @@ bfloat16, parameters and activations are bfloat16, products accumulate in float3
 are computed in float32.
 """
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn import steps
-from mla_attn.cache import LatentPool
 from mla_attn.metadata import AttentionMetadata
+from mla_attn.models.base import MODES, CacheGroup, Metadata, Pool, Pools, create_pools
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.rope import rotate, rotation
 from mla_attn.ops import plan_mla
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.specs import MLASpec
 
-EXPANDED_MODES = ("prefill", "extend")  # attend over per-head keys and values
-ABSORBED_MODES = ("decode", "target_verify", "draft_extend", "draft_decode")  # attend over the latent itself
+PROMPT_MODES = ("prefill", "extend")  # the only ones with a choice of form, the others run absorbed
+GROUP = "full"  # the one cache group
+Form = Literal["expanded", "absorbed"]  # attention over per-head keys and values, or over the latent itself
 DTYPES = ("bfloat16", "float32")
 _LEAST_ROWS = 8  # of a product
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How every layer of a call attends.
+
+    Attributes:
+        mode, tree_mask, implementation: as given to the model.
+        form: of the attention.
+    """
+
+    mode: str
+    form: Form
+    tree_mask: Bool[Array, "B S M"] | None
+    implementation: str | None
+
+    @property
+    def entry_point(self):
+        """The function of ``mla_attn.steps``. An absorbed prompt takes the one with the same metadata as ``extend``."""
+        absorbed_prompt = self.form == "absorbed" and self.mode in PROMPT_MODES
+        return getattr(steps, "draft_extend" if absorbed_prompt else self.mode)
+
+
 class DeepseekForCausalLM(nnx.Module):
-    """A decoder with its output head and, where the checkpoint has one, the draft (MTP) layer.
+    """A decoder with its output head and, where the checkpoint has one, the draft (MTP) layer. It is a ``CausalLM``
+    with one cache group, "full": the decoder layers, then the draft layer.
 
     Args:
         config: what the checkpoint is.
@@ -52,47 +80,81 @@ class DeepseekForCausalLM(nnx.Module):
             self.mtp = DraftLayer(config, dtype=dtype, rngs=rngs)
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.config.eos_token_ids
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.embed_tokens.embedding.dtype)
+
+    @property
+    def can_draft(self) -> bool:
+        return self.config.num_nextn_predict_layers > 0
+
+    @property
     def attention_spec(self) -> MLASpec:
         """Static facts of the attention, the same in every layer."""
         return attention_spec(self.config)
 
     @property
-    def num_cache_layers(self) -> int:
-        """Layers a pool needs: the decoder layers, then the draft layer."""
-        return self.config.num_hidden_layers + self.config.num_nextn_predict_layers
+    def cache_groups(self) -> tuple[CacheGroup]:
+        layers = self.config.num_hidden_layers + self.config.num_nextn_predict_layers
+        return (CacheGroup(name=GROUP, num_layers=layers, spec=self.attention_spec, dtype=self.dtype),)
+
+    def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
+        """An all-zero pool under "full"; ValueError for sizes that ``LatentPool.create`` refuses."""
+        return create_pools(self.cache_groups, num_pages=num_pages, page_size=page_size)
 
     def __call__(
         self,
         tokens: Int[Array, "T"],
-        pool: LatentPool,
-        metadata: AttentionMetadata,
+        pools: Pools,
+        metadata: Metadata,
         *,
         mode: str,
+        form: Form | None = None,
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: str | None = None,
-    ) -> tuple[Float[Array, "T dim"], LatentPool]:
+    ) -> tuple[Float[Array, "T dim"], Pools]:
         """Run the rows of this call through all layers, writing their cache rows.
 
         Args:
             tokens: token ids; padding rows may hold anything, their results mean nothing but are finite.
-            pool: cache with ``num_cache_layers`` layers; donate it at the outermost jit.
-            metadata: where rows stand, what they see and where they are written.
+            pools: of ``create_pools``; donate them at the outermost jit.
+            metadata: under "full", what the rows' positions are, what they see and where they are written.
             mode: the function of ``mla_attn.steps`` that attends: prefill, extend, decode, target_verify, draft_extend
-                or draft_decode. Prefill and extend run over expanded keys and values, the others absorbed.
-            tree_mask: which tokens of a draft tree each row sees, for the absorbed modes.
+                or draft_decode.
+            form: "expanded" (to per-head keys and values; prompts only) or "absorbed" attention. None takes expanded
+                for prompts that no kernel supports in absorbed form: that takes about three times the operations, but
+                expanded keys and values go through XLA, in loops over keys whose ends the host must wait for.
+            tree_mask: which tokens of a draft tree each row sees; not with prompts.
             implementation: of the attention ops, None for the best available.
 
         Returns:
-            Hidden states after the final norm, and the pool.
+            Hidden states after the final norm, and the pools.
+
+        Raises:
+            ValueError: a mode or form that does not exist or do not go together.
         """
-        _check_mode(mode, tree_mask)
-        cos_sin = _rotation(self.config, metadata)
+        pool, m = pools[GROUP], metadata[GROUP]
         x = self.embed_tokens(tokens)
-        step = {"mode": mode, "tree_mask": tree_mask, "implementation": implementation}
-        metadata = self._planned(metadata, pool, x.dtype, **step)
+        step, m = self._step(pool, m, x.dtype, mode, form, tree_mask, implementation)
+        cos_sin = _rotation(self.config, m)
         for layer, block in enumerate(self.layers):
-            x, pool = block(x, cos_sin, pool, metadata, layer=layer, **step)
-        return self.norm(x), pool
+            x, pool = block(x, cos_sin, pool, m, step, layer=layer)
+        return self.norm(x), {GROUP: pool}
 
     def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of hidden states that ``__call__`` returned."""
@@ -104,48 +166,53 @@ class DeepseekForCausalLM(nnx.Module):
         self,
         hidden: Float[Array, "T dim"],
         next_tokens: Int[Array, "T"],
-        pool: LatentPool,
-        metadata: AttentionMetadata,
+        pools: Pools,
+        metadata: Metadata,
         *,
         mode: str,
+        form: Form | None = None,
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: str | None = None,
-    ) -> tuple[Float[Array, "T dim"], LatentPool]:
+    ) -> tuple[Float[Array, "T dim"], Pools]:
         """Run the draft layer: the row at position t predicts token t + 2 (arXiv:2412.19437, section 2.2).
 
         Args:
             hidden: what ``__call__`` returned for position t or, drafting further, what ``draft`` returned.
             next_tokens: the token at position t + 1.
-            pool: the same pool; the draft layer's rows are its layer ``num_hidden_layers``.
+            pools: the same pools; the draft layer's rows are layer ``num_hidden_layers`` of "full".
             metadata: rows at positions t.
-            mode: as in ``__call__``.
-            tree_mask: as in ``__call__``.
-            implementation: as in ``__call__``.
+            mode, form, tree_mask, implementation: as in ``__call__``.
 
         Returns:
-            Hidden states after the draft head's norm, for ``draft_logits`` or another draft step, and the pool.
+            Hidden states after the draft head's norm, for ``draft_logits`` or another draft step, and the pools.
 
         Raises:
-            ValueError: the model has no draft layer.
+            ValueError: as ``__call__``, or the model has no draft layer.
         """
-        _check_mode(mode, tree_mask)
         self._require_mtp()
-        cos_sin = _rotation(self.config, metadata)
-        step = {"mode": mode, "tree_mask": tree_mask, "implementation": implementation}
-        metadata = self._planned(metadata, pool, hidden.dtype, **step)
-        return self.mtp(hidden, next_tokens, cos_sin, pool, metadata, layer=self.config.num_hidden_layers, **step)
+        pool, m = pools[GROUP], metadata[GROUP]
+        step, m = self._step(pool, m, hidden.dtype, mode, form, tree_mask, implementation)
+        cos_sin = _rotation(self.config, m)
+        hidden, pool = self.mtp(hidden, next_tokens, cos_sin, pool, m, step, layer=self.config.num_hidden_layers)
+        return hidden, {GROUP: pool}
 
     def draft_logits(self, draft_hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of hidden states that ``draft`` returned."""
         self._require_mtp()
         return self.mtp.head.float32(draft_hidden)
 
-    def _planned(self, metadata, pool, dtype, *, mode, tree_mask, implementation):
-        """The metadata with what the attention of all layers shares, where there is such a thing."""
-        if mode not in ABSORBED_MODES:
-            return metadata
+    def _step(
+        self, pool: Pool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation
+    ) -> tuple[Step, AttentionMetadata]:
+        """How the layers attend, and the metadata with what their attention shares, where there is such a thing."""
+        _check_step(mode, form, tree_mask)
+        if form == "expanded":
+            return Step(mode, form, tree_mask, implementation), m
         tree = tree_mask is not None
-        return plan_mla(metadata, pool, self.attention_spec, tree=tree, out_dtype=dtype, implementation=implementation)
+        planned = plan_mla(m, pool, self.attention_spec, tree=tree, out_dtype=dtype, implementation=implementation)
+        if form is None and mode in PROMPT_MODES and planned.work_plan is None:  # only kernels have one
+            return Step(mode, "expanded", tree_mask, implementation), m
+        return Step(mode, "absorbed", tree_mask, implementation), planned
 
     def _require_mtp(self):
         if not self.config.num_nextn_predict_layers:
@@ -174,8 +241,8 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, cos_sin, pool, metadata, **step):
-        attended, pool = self.self_attn(self.input_layernorm(x), cos_sin, pool, metadata, **step)
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
+        attended, pool = self.self_attn(self.input_layernorm(x), cos_sin, pool, metadata, step, layer=layer)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), pool
 
@@ -193,10 +260,10 @@ class DraftLayer(nnx.Module):
         self.norm = RMSNorm(dim, eps, dtype=dtype)
         self.head = Linear(dim, config.vocab_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, hidden, next_tokens, cos_sin, pool, metadata, **step):
+    def __call__(self, hidden, next_tokens, cos_sin, pool, metadata, step: Step, *, layer: int):
         embedded = self.enorm(self.embed_tokens(next_tokens))
         x = self.eh_proj(jnp.concatenate([embedded, self.hnorm(hidden)], axis=-1))
-        x, pool = self.block(x, cos_sin, pool, metadata, **step)
+        x, pool = self.block(x, cos_sin, pool, metadata, step, layer=layer)
         return self.norm(x), pool
 
 
@@ -224,14 +291,14 @@ class Attention(nnx.Module):
         self.w_uv = _weight(rngs, (heads, config.v_head_dim, rank), dtype)
         self.o_proj = Linear(heads * config.v_head_dim, dim, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, cos_sin, pool, metadata, *, layer: int, mode: str, tree_mask, implementation):
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
         q_nope, q_rope = self._queries(x, cos_sin)
         latent, rope = self._latent(x, cos_sin)
-        step, options = getattr(steps, mode), {"layer": layer, "implementation": implementation}
-        if mode in ABSORBED_MODES:
+        options = {"layer": layer, "implementation": step.implementation}
+        if step.form == "absorbed":
             q_latent = _einsum("thd,hdr->thr", q_nope, self.w_uk[...])
-            options["tree_mask"] = tree_mask
-            out, pool = step(q_latent, q_rope, latent, rope, pool, metadata, self.spec, **options)
+            options["tree_mask"] = step.tree_mask
+            out, pool = step.entry_point(q_latent, q_rope, latent, rope, pool, metadata, self.spec, **options)
             out = _einsum("thr,hvr->thv", out, self.w_uv[...])
         else:
             q = jnp.concatenate([q_nope, q_rope], axis=-1)
@@ -239,8 +306,8 @@ class Attention(nnx.Module):
             k = jnp.concatenate([k_nope, jnp.broadcast_to(rope[:, None], q_rope.shape)], axis=-1)
             v = _einsum("tr,hvr->thv", latent, self.w_uv[...])
             # A cached prefix holds latent rows: extend expands them with the same two weights, chunk by chunk.
-            expand = (self.w_uk[...], self.w_uv[...]) if mode == "extend" else ()
-            out, pool = step(q, k, v, latent, rope, *expand, pool, metadata, self.spec, **options)
+            expand = (self.w_uk[...], self.w_uv[...]) if step.mode == "extend" else ()
+            out, pool = step.entry_point(q, k, v, latent, rope, *expand, pool, metadata, self.spec, **options)
         return self.o_proj(out.reshape(out.shape[0], -1)), pool
 
     def _queries(self, x, cos_sin):
@@ -388,11 +455,16 @@ def _rotation(config: DeepseekConfig, metadata: AttentionMetadata):
     return rotation(metadata.positions, config.qk_rope_head_dim, config.rope_theta, config.yarn)
 
 
-def _check_mode(mode: str, tree_mask):
-    if mode not in EXPANDED_MODES + ABSORBED_MODES:
-        raise ValueError(f"mode={mode!r} must be one of {', '.join(EXPANDED_MODES + ABSORBED_MODES)}")
-    if tree_mask is not None and mode in EXPANDED_MODES:
-        raise ValueError(f"tree_mask with mode={mode!r}: must be one of {', '.join(ABSORBED_MODES)}")
+def _check_step(mode: str, form: str | None, tree_mask) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
+    if form not in (None, "expanded", "absorbed"):
+        raise ValueError(f"form={form!r} must be None, 'expanded' or 'absorbed'")
+    if form == "expanded" and mode not in PROMPT_MODES:
+        raise ValueError(f"form='expanded' with mode={mode!r}: must be one of {', '.join(PROMPT_MODES)}")
+    if tree_mask is not None and mode in PROMPT_MODES:
+        others = [name for name in MODES if name not in PROMPT_MODES]
+        raise ValueError(f"tree_mask with mode={mode!r}: must be one of {', '.join(others)}")
 
 
 def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:

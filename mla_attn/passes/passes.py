@@ -1,8 +1,8 @@
 """Whole-model passes, one a mode, over padded arrays: what is compiled ahead of time and run by the generation loop.
 
-Every pass is ``(state, pool, inputs) -> (outputs, pool)`` with ``inputs`` and ``outputs`` dicts of arrays, metadata
-built inside. Requests with ``q_lens`` (or ``active``) 0 are padding. B requests, T packed rows, W pages per
-request.
+Every pass is ``(state, pools, inputs) -> (outputs, pools)`` with ``pools`` by cache group, ``inputs`` and ``outputs``
+dicts of arrays, metadata built inside. Requests with ``q_lens`` (or ``active``) 0 are padding. B requests, T packed
+rows, W pages per request.
 """
 
 import dataclasses
@@ -15,9 +15,8 @@ from flax import nnx
 
 from mla_attn import metadata as md
 from mla_attn.buckets import Buckets
-from mla_attn.cache import LatentPool, move_rows
-from mla_attn.models.deepseek import DeepseekForCausalLM
-from mla_attn.ops import plan_mla
+from mla_attn.cache import move_rows
+from mla_attn.models.base import CausalLM, Metadata, Pools
 from mla_attn.sampling import sample
 from mla_attn.speculative import DraftTree, accept_tree, path_moves, top_drafts
 
@@ -60,12 +59,12 @@ class Passes:
     Programs: one for each pass in ``buckets`` and batch size; of passes over prompts, for each number of rows too.
     """
 
-    def __init__(self, model: DeepseekForCausalLM, shapes: Shapes, *, implementation: str | None = None):
+    def __init__(self, model: CausalLM, shapes: Shapes, *, implementation: str | None = None):
         tree = shapes.tree
-        if tree and model.config.num_nextn_predict_layers == 0:
+        if tree and not model.can_draft:
             raise ValueError(f"tree of widths {tree.widths}: the model has no MTP layer to draft with, must be None")
-        if tree and max(tree.widths) > model.config.vocab_size:
-            raise ValueError(f"tree of widths {tree.widths}: each must be at most vocab_size={model.config.vocab_size}")
+        if tree and max(tree.widths) > model.vocab_size:
+            raise ValueError(f"tree of widths {tree.widths}: each must be at most vocab_size={model.vocab_size}")
         self.shapes = shapes
         self.graphdef, state = nnx.split(model)
         # A plain tuple: flattening an ``nnx.State`` of 400 arrays takes 0.9 ms of a call, a tuple 0.1.
@@ -73,7 +72,8 @@ class Passes:
         self.state = tuple(leaves)
         self._implementation = implementation
         self._sizes: dict[str, Any] = {"page_size": shapes.page_size, "max_len": shapes.max_len}
-        self._dim, self._dtype = model.config.hidden_size, model.embed_tokens.embedding[...].dtype
+        self._dim, self._dtype = model.hidden_size, model.dtype
+        self._groups = [group.name for group in model.cache_groups]
         self.prefill = self._buckets("prefill", self._prompt("prefill"), self._prompt_rungs())
         self.extend = self._buckets("extend", self._prompt("extend"), self._prompt_rungs())
         self.decode = self._buckets("decode", self._decode, self._rungs(tokens=(), **self._sampling()))
@@ -108,50 +108,46 @@ class Passes:
             return [*prompt, self.decode]
         return [*prompt, self.draft_prefill, *dict.fromkeys(self.draft_decode), self.target_verify, self.draft_extend]
 
-    def _model(self, state: Any) -> DeepseekForCausalLM:
+    def _model(self, state: Any) -> CausalLM:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self._structure, state))
 
-    def _run(self, model, *arguments, **options):
-        return model(*arguments, **options, implementation=self._implementation)
+    def _run(self, model, tokens, pools: Pools, m: md.AttentionMetadata, **options):
+        return model(tokens, pools, self._by_group(m), **options, implementation=self._implementation)
 
-    def _run_draft(self, model, *arguments, **options):
-        return model.draft(*arguments, **options, implementation=self._implementation)
+    def _run_draft(self, model, hidden, tokens, pools: Pools, m: md.AttentionMetadata, **options):
+        return model.draft(hidden, tokens, pools, self._by_group(m), **options, implementation=self._implementation)
+
+    def _by_group(self, m: md.AttentionMetadata) -> Metadata:
+        """All cache groups share one page table."""
+        return dict.fromkeys(self._groups, m)
 
     def _prompt(self, mode: str):
-        def prompt(state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
+        def prompt(state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
             """Prompt parts: the token after each request's last row, and all hidden states."""
             model, m = self._model(state), self._prompt_metadata(x)
-            # The absorbed step that takes the same metadata.
-            attend = "draft_extend" if self._has_absorbed_kernel(model, pool, m) else mode
-            hidden, pool = self._run(model, x["tokens"], pool, m, mode=attend)
+            hidden, pools = self._run(model, x["tokens"], pools, m, mode=mode)
             tokens = self._pick(model.logits(_last(hidden, m)), x["seq_lens"] - 1, x)
-            return {"hidden": hidden, "tokens": tokens, "lens": x["seq_lens"]}, pool
+            return {"hidden": hidden, "tokens": tokens, "lens": x["seq_lens"]}, pools
 
         return prompt
 
-    def _has_absorbed_kernel(self, model, pool: LatentPool, m: md.AttentionMetadata) -> bool:
-        """Whether a kernel serves these rows in the absorbed form. That takes about three times the operations of
-        expanded keys and values, but these go through XLA, in loops over keys whose ends the host must wait for."""
-        planned = plan_mla(m, pool, model.attention_spec, out_dtype=self._dtype, implementation=self._implementation)
-        return planned.work_plan is not None
-
-    def _draft_prefill(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
+    def _draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
         """Prompt parts through the draft layer: the first draft. A last row takes the token sampled after it if its
         ``next_tokens`` is -1, as it is in the last part of a prompt."""
         model, m = self._model(state), self._prompt_metadata(x)
         owner, _ = md.row_owners(m.q_starts, m.q_lens, m.slots.shape[0])
         tokens = jnp.where(x["next_tokens"] < 0, x["sampled"][owner], x["next_tokens"])
-        hidden, pool = self._run_draft(model, x["hidden"], tokens, pool, m, mode="draft_extend")
-        return self._first_drafts(model, _last(hidden, m)), pool
+        hidden, pools = self._run_draft(model, x["hidden"], tokens, pools, m, mode="draft_extend")
+        return self._first_drafts(model, _last(hidden, m)), pools
 
-    def _decode(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
+    def _decode(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
         """One token per active request; ``lens`` counts the cached tokens before and after."""
         model, lens = self._model(state), x["lens"] + x["active"]
         m = md.for_decode(x["page_table"], lens * x["active"], **self._sizes)
-        hidden, pool = self._run(model, x["tokens"], pool, m, mode="decode")
-        return {"tokens": self._pick(model.logits(hidden), m.positions, x), "lens": lens}, pool
+        hidden, pools = self._run(model, x["tokens"], pools, m, mode="decode")
+        return {"tokens": self._pick(model.logits(hidden), m.positions, x), "lens": lens}, pools
 
-    def _target_verify(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
+    def _target_verify(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
         """The last emitted token and its drafts: what is accepted and emitted, and the hidden states of those rows."""
         model, tree = self._model(state), self._tree
         m = md.for_target_verify(
@@ -164,13 +160,15 @@ class Passes:
         )
         tokens = jnp.concatenate([x["tokens"][:, None], x["drafts"]], axis=1)
         mask = self._mask(tokens.shape[0], slice(None), slice(None))
-        hidden, pool = self._run(model, tokens.reshape(-1), pool, m, mode="target_verify", tree_mask=mask)
+        hidden, pools = self._run(model, tokens.reshape(-1), pools, m, mode="target_verify", tree_mask=mask)
         logits = model.logits(hidden).reshape(*tokens.shape, -1)
         targets = self._pick(logits, m.positions.reshape(tokens.shape), x)
         parents = jnp.broadcast_to(jnp.asarray(tree.parents), tokens.shape)
         result, path = accept_tree(tokens, parents, targets, m.q_lens, max_depth=tree.depth)
         if not tree.is_chain:
-            pool = move_rows(pool, *path_moves(m.slots.reshape(tokens.shape), path))
+            pools = {
+                name: move_rows(pool, *path_moves(m.slots.reshape(tokens.shape), path)) for name, pool in pools.items()
+            }
         hidden = hidden.reshape(*tokens.shape, -1)
         return {
             "emitted": result.emitted,
@@ -178,16 +176,16 @@ class Passes:
             "tokens": result.next_tokens,
             "lens": x["lens"] + result.num_emitted,
             "hidden": jnp.take_along_axis(hidden, jnp.maximum(path, 0)[:, :, None], axis=1),
-        }, pool
+        }, pools
 
-    def _draft_extend(self, state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
+    def _draft_extend(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
         """The emitted tokens through the draft layer, with the target's hidden states: the first drafts."""
         model, rows = self._model(state), self._tree.depth + 1
         q_lens = x["num_emitted"] * x["active"]
         m = md.for_draft_extend(x["page_table"], x["lens"], q_lens, max_q_len=rows, **self._sizes)
         hidden, tokens = x["hidden"].reshape(-1, self._dim), x["emitted"].reshape(-1)
-        hidden, pool = self._run_draft(model, hidden, tokens, pool, m, mode="draft_extend")
-        return self._first_drafts(model, _last(hidden, m)), pool
+        hidden, pools = self._run_draft(model, hidden, tokens, pools, m, mode="draft_extend")
+        return self._first_drafts(model, _last(hidden, m)), pools
 
     def _draft_decode_buckets(self, level: int) -> Buckets:
         """Drafts of depth ``level`` through the draft layer: the drafts after them, ``widths[level]`` each."""
@@ -196,7 +194,7 @@ class Passes:
         drafted = slice(1, tree.level_starts[level] + nodes)
         level_nodes = slice(tree.level_starts[level], tree.level_starts[level] + nodes)
 
-        def draft_decode(state, pool: LatentPool, x: Arrays) -> tuple[Arrays, LatentPool]:
+        def draft_decode(state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
             model, batch, step = self._model(state), x["lens"].shape[0], x["step"]
             m = md.for_draft_decode(
                 x["page_table"],
@@ -210,13 +208,13 @@ class Passes:
             tokens = jax.lax.dynamic_slice_in_dim(x["drafts"], x["num_drafted"], nodes, axis=1)
             hidden = jnp.repeat(x["hidden"], spread, axis=1).reshape(-1, self._dim)
             mask = self._mask(batch, level_nodes, drafted)
-            hidden, pool = self._run_draft(
-                model, hidden, tokens.reshape(-1), pool, m, mode="draft_decode", tree_mask=mask
+            hidden, pools = self._run_draft(
+                model, hidden, tokens.reshape(-1), pools, m, mode="draft_decode", tree_mask=mask
             )
             hidden = hidden.reshape(batch, nodes, -1)
             new = top_drafts(model.draft_logits(hidden), width)
             drafts = jax.lax.dynamic_update_slice_in_dim(x["drafts"], new, x["num_drafted"] + nodes, axis=1)
-            return {"drafts": drafts, "hidden": hidden}, pool
+            return {"drafts": drafts, "hidden": hidden}, pools
 
         rungs = self._rungs(
             drafts=(tree.size - 1,), step=None, num_drafted=None, hidden=(tree.level_sizes[level - 1], self._dim)

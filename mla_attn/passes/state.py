@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mla_attn.buckets import Buckets
-from mla_attn.models.deepseek import DeepseekForCausalLM
+from mla_attn.models.base import CausalLM
 from mla_attn.passes.passes import SAMPLING, Arrays, Pass, Passes
 from mla_attn.speculative import DraftTree
 
@@ -35,7 +35,7 @@ _WRITES = {
 }
 
 
-def create_slots(model: DeepseekForCausalLM, num_slots: int, trees: tuple[DraftTree, ...]) -> Slots:
+def create_slots(model: CausalLM, num_slots: int, trees: tuple[DraftTree, ...]) -> Slots:
     """Empty slots for requests of any of these draft trees.
 
     Returns:
@@ -44,14 +44,13 @@ def create_slots(model: DeepseekForCausalLM, num_slots: int, trees: tuple[DraftT
         [M, width, dim], hidden states of the draft layer that the next drafts come from. Of the last two each tree uses
         the leading part.
     """
-    dtype = model.embed_tokens.embedding[...].dtype
     nodes = max((tree.size - 1 for tree in trees), default=0)
     width = max((size for tree in trees for size in tree.level_sizes[:-1]), default=0)
     return {
         "tokens": jnp.zeros(num_slots, jnp.int32),
         "lens": jnp.zeros(num_slots, jnp.int32),
         "drafts": jnp.zeros((num_slots, nodes), jnp.int32),
-        "hidden": jnp.zeros((num_slots, width, model.config.hidden_size), dtype),
+        "hidden": jnp.zeros((num_slots, width, model.hidden_size), model.dtype),
         **{name: jnp.zeros(num_slots, kind) for name, kind in SAMPLING.items()},
     }
 

@@ -76,11 +76,9 @@ def test_c21_whole_model():
     model = DeepseekForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     shapes = Shapes(batches=(1, 2), prompt_rows=(8,), table_width=TABLE, page_size=PAGE, max_len=MAX_LEN)
     passes = Passes(model, shapes)
-    pool = LatentPool.create(
-        num_layers=1, num_pages=2 * TABLE, page_size=PAGE, spec=model.attention_spec, dtype=jnp.float32
-    )
+    pools = model.create_pools(num_pages=2 * TABLE, page_size=PAGE)
     before = backend_compiles()
-    warm_up(passes.buckets, passes.state, pool, progress=False)
+    warm_up(passes.buckets, passes.state, pools, progress=False)
     # One program for each pass, batch size and, in prompts, number of rows.
     assert backend_compiles() - before == len(shapes.batches) * len(shapes.prompt_rows) + len(shapes.batches)
     before, rng = backend_compiles(), np.random.default_rng(1)
@@ -90,12 +88,12 @@ def test_c21_whole_model():
         if rng.random() < 0.3:
             q_lens = rng.integers(4, size=batch, endpoint=True).astype(np.int32)
             inputs = {"seq_lens": q_lens, "q_lens": q_lens, "tokens": np.zeros(q_lens.sum(), np.int32)}
-            outputs, pool = passes.prefill(passes.state, pool, {"page_table": table, **inputs})
+            outputs, pools = passes.prefill(passes.state, pools, {"page_table": table, **inputs})
         else:
             lens = rng.integers(MAX_LEN, size=batch, endpoint=True).astype(np.int32)
             inputs = {"lens": lens, "active": rng.integers(2, size=batch, dtype=np.int32)}
             inputs["tokens"] = rng.integers(8, size=batch, dtype=np.int32)
-            outputs, pool = passes.decode(passes.state, pool, {"page_table": table, **inputs})
+            outputs, pools = passes.decode(passes.state, pools, {"page_table": table, **inputs})
         jax.block_until_ready(outputs)
     assert backend_compiles() == before
 

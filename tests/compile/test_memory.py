@@ -77,7 +77,7 @@ def model():
 @pytest.mark.parametrize("name", [n if n in QUICK_PASSES else pytest.param(n, marks=pytest.mark.slow) for n in PASSES])
 def test_whole_models_hold_one_pool(name, model):
     lowered, layer_bytes = lower_pass(name, model)
-    found = footprint(lowered, layer_bytes, model.num_cache_layers)
+    found = footprint(lowered, layer_bytes, model.cache_groups[0].num_layers)
     assert found.unaliased == 0
     assert found.temp < layer_bytes / 4
     assert not found.copies

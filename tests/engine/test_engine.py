@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 from checkpoints import V2, V3
-from mla_attn import engine as engine_module
 from mla_attn.engine import Engine, Output, QueueFull, SamplingParams
+from mla_attn.engine import engine as engine_module
 from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
 from recorder import programs_kept
@@ -369,8 +369,8 @@ def test_c16_placeholder_drafts(engine):
 
 
 def forget_drafts(engine):
-    pool, slots = engine._device
-    engine._device = pool, slots | {"drafts": np.full_like(slots["drafts"], -1)}
+    pools, slots = engine._device
+    engine._device = pools, slots | {"drafts": np.full_like(slots["drafts"], -1)}
 
 
 def test_pages_for_all_are_enough_for_all(engine):
@@ -665,13 +665,13 @@ def test_requests_from_threads():
 
 def test_c09_an_idle_engine_launches_nothing(engine):
     serve(engine, [1, 2, 3], max_new_tokens=3)
-    pool, slots = engine._device
-    before, steps = np.asarray(pool.data), engine.statistics.steps
+    pools, slots = engine._device
+    before, steps = np.asarray(pools["full"].data), engine.statistics.steps
     for _ in range(3):
         assert engine.step() == []
     assert engine.statistics.steps == steps
-    assert engine._device[0] is pool
-    np.testing.assert_array_equal(np.asarray(engine._device[0].data), before)
+    assert engine._device[0] is pools
+    np.testing.assert_array_equal(np.asarray(engine._device[0]["full"].data), before)
     assert slots["tokens"].shape == (4,)
 
 
@@ -682,7 +682,7 @@ def test_c22_programs_write_in_place():
     for num_pages in (18, 4000):
         engine = small_engine(num_pages=num_pages)
         engine.warm_up(progress=False)
-        pool = engine._device[0].data.nbytes
+        pool = engine._device[0]["full"].data.nbytes
         own = pool + sum(array.nbytes for array in engine._device[1].values())
         found = []
         for bucket in engine._all_buckets():

@@ -15,9 +15,9 @@ from flax import nnx
 
 from checkpoints import V2, V3
 from mla_attn import metadata as build
-from mla_attn.cache import LatentPool
 from mla_attn.generation import generate
 from mla_attn.models import load_checkpoint
+from mla_attn.models.deepseek import GROUP
 from recorder import Recording, programs_kept, record
 
 LOGITS = 1e-3  # float32 against float32; a float64 model differs from the expected logits by 2.5e-4
@@ -74,29 +74,19 @@ def prefill_all(model, prompts, lengths):
     @nnx.jit
     def run(model, tokens, following, lengths):
         rows = tokens.shape[0]
-        pool = fresh_pool(model, 1, 1)  # nothing is kept
+        pools = model.create_pools(num_pages=1, page_size=1)  # nothing is kept
         metadata = build.for_extend(
             jnp.zeros((len(prompts), rows), jnp.int32), lengths, lengths, max_q_len=TOTAL, num_rows=rows, page_size=1
         )
-        hidden, pool = model(tokens, pool, metadata, mode="prefill")
+        hidden, pools = model(tokens, pools, {GROUP: metadata}, mode="prefill")
         drafted = hidden
-        if model.config.num_nextn_predict_layers:
-            drafted = model.draft_logits(model.draft(hidden, following, pool, metadata, mode="prefill")[0])
+        if model.can_draft:
+            drafted = model.draft_logits(model.draft(hidden, following, pools, {GROUP: metadata}, mode="prefill")[0])
         return hidden, model.logits(hidden), drafted
 
     tokens = np.concatenate([p.sequence for p in prompts])
     following = np.concatenate([np.append(p.sequence[1:], 0) for p in prompts])  # no last row is used
     return jax.tree.map(np.asarray, run(model, *map(jnp.asarray, (tokens, following, np.array(lengths, np.int32)))))
-
-
-def fresh_pool(model, num_pages, page_size):
-    return LatentPool.create(
-        num_layers=model.num_cache_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        spec=model.attention_spec,
-        dtype=jnp.float32,
-    )
 
 
 @functools.cache
@@ -182,13 +172,13 @@ def test_prompts_alone(name, page_size, chunk):
 def test_decode_steps_over_the_prompts(name):
     """The fixture's own logits, all of them, from one decode step a token."""
     call = run(name, 16, {"v3": 7, "v2": None}[name]).named("decode")[0]
-    prompts, pool = expected(name), nan_like(run(name, 16, {"v3": 7, "v2": None}[name]).pool)
+    prompts, pools = expected(name), nan_like(run(name, 16, {"v3": 7, "v2": None}[name]).pools)
     for t in range(300):
         active = np.array([t < len(p.prompt) for p in prompts], np.int32)
         tokens = np.array([p.prompt[min(t, len(p.prompt) - 1)] for p in prompts], np.int32)
         lens = np.minimum(t, [len(p.prompt) for p in prompts]).astype(np.int32)
         inputs = {"page_table": call.inputs["page_table"], "tokens": tokens, "lens": lens, "active": active}
-        outputs, pool = call.bucket(call.state, pool, inputs)
+        outputs, pools = call.bucket(call.state, pools, inputs)
         for i in np.flatnonzero(active):
             np.testing.assert_allclose(outputs["rows"]["logits"][i], prompts[i].logits[t], rtol=0, atol=LOGITS)
 
@@ -196,22 +186,22 @@ def test_decode_steps_over_the_prompts(name):
 def test_verify_steps_over_the_prompts():
     """The same from verify steps whose drafts are all right: three rows a step."""
     call, prompts = speculative(2).named("target_verify")[0], expected("v3")
-    pool = nan_like(speculative(2).pool)
+    pools = nan_like(speculative(2).pools)
     padded = np.stack([np.resize(p.prompt, 303) for p in prompts])
     for t in range(0, 300, 3):
         active = np.array([t < len(p.prompt) for p in prompts], np.int32)
         rows = padded[:, t : t + 3]
         lens = np.full(4, t, np.int32)
         inputs = {"page_table": call.inputs["page_table"], "lens": lens, "active": active}
-        outputs, pool = call.bucket(call.state, pool, {**inputs, "tokens": rows[:, 0], "drafts": rows[:, 1:]})
+        outputs, pools = call.bucket(call.state, pools, {**inputs, "tokens": rows[:, 0], "drafts": rows[:, 1:]})
         logits = np.asarray(outputs["rows"]["logits"]).reshape(4, 3, -1)
         for i in np.flatnonzero(active):
             want = prompts[i].logits[t : min(t + 3, len(prompts[i].prompt))]
             np.testing.assert_allclose(logits[i, : len(want)], want, rtol=0, atol=LOGITS)
 
 
-def nan_like(pool):
-    return jax.tree.map(lambda data: jnp.full_like(data, jnp.nan), pool)
+def nan_like(pools):
+    return jax.tree.map(lambda data: jnp.full_like(data, jnp.nan), pools)
 
 
 @pytest.mark.parametrize("num_drafts", [k if k in (2, 3) else pytest.param(k, marks=slow) for k in SPECULATIVE])
@@ -286,7 +276,9 @@ def draft_alone(model, hidden, following, length):
     rows = len(following)
     table = jnp.zeros((1, rows), jnp.int32)
     metadata = build.for_extend(table, length[None], length[None], max_q_len=rows, num_rows=rows, page_size=1)
-    out, _ = model.draft(hidden, following, fresh_pool(model, 1, 1), metadata, mode="prefill")
+    out, _ = model.draft(
+        hidden, following, model.create_pools(num_pages=1, page_size=1), {GROUP: metadata}, mode="prefill"
+    )
     return out, model.draft_logits(out)
 
 
@@ -295,8 +287,8 @@ def test_steps_read_the_cache_through_their_tables_alone(name):
     """What a request's pages hold decides its logits; what other pages hold does not, nor the slots past its end."""
     recording = run("v3", 16, 7) if name == "decode" else speculative(2)
     call = recording.named(name)[-1] if name == "decode" else recording.named(name)[20]
-    table, pool = np.asarray(call.inputs["page_table"]), recording.pool
-    once = call.again(pool)
+    table, pools = np.asarray(call.inputs["page_table"]), recording.pools
+    once, pool = call.again(pools), pools[GROUP]
     assert len(once.of(1)) > 0
 
     layers, pages = pool.num_layers, pool.num_pages
@@ -304,8 +296,8 @@ def test_steps_read_the_cache_through_their_tables_alone(name):
     spare = np.setdiff1d(np.arange(pages), table[table >= 0])
     assert np.isnan(data[:, spare]).all()
     assert np.isnan(data[0, table[3].max()]).any()  # its last page is not full
-    zeros = call.again(replaced(pool, np.nan_to_num(data, nan=0.0)))
-    huge = call.again(replaced(pool, np.nan_to_num(data, nan=3e38)))
+    zeros = call.again(replaced(pools, np.nan_to_num(data, nan=0.0)))
+    huge = call.again(replaced(pools, np.nan_to_num(data, nan=3e38)))
     for i in BATCH:
         assert np.isfinite(once.of(i)).all()
         np.testing.assert_array_equal(zeros.of(i), once.of(i))
@@ -314,14 +306,14 @@ def test_steps_read_the_cache_through_their_tables_alone(name):
     # The third page of request 1, in the layers that this pass attends to.
     broken = data.copy()
     broken[:, table[1, 2]] *= -1
-    after = call.again(replaced(pool, broken))
+    after = call.again(replaced(pools, broken))
     assert np.abs(after.of(1) - once.of(1)).max() > 0.1
     for i in (0, 2, 3):
         np.testing.assert_array_equal(after.of(i), once.of(i))
 
 
-def replaced(pool, data):
-    return jax.tree.map(lambda old: jnp.asarray(data).reshape(old.shape), pool)
+def replaced(pools, data):
+    return jax.tree.map(lambda old: jnp.asarray(data).reshape(old.shape), pools)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +338,7 @@ def test_every_layer_of_a_pass_runs_its_step(name, layers, absorbed, rows):
     assert len(found) == layers
     for equation in found:
         shapes = [v.aval.shape for v in equation.invars]
-        assert recording.pool.data.shape in shapes
+        assert recording.pools[GROUP].data.shape in shapes
         scopes = " ".join(str(inner.source_info.name_stack) for inner in equation.params["jaxpr"].jaxpr.eqns)
         assert ("mla_attention" in scopes) == absorbed
         assert ("ragged_attention" in scopes) == (not absorbed)

@@ -85,7 +85,7 @@ def chain_drafts(loop, chain, first):
     drafts[:, 0] = np.asarray(loop.draft["drafts"])[:, first]
     draft = {"drafts": drafts, "hidden": loop.draft["hidden"]}
     state = {"page_table": loop.table, "lens": loop.lens, "active": loop.active}
-    pool = jax.tree.map(jnp.copy, loop.pool)
+    pool = jax.tree.map(jnp.copy, loop.pools)
     for step, bucket in enumerate(chain.draft_decode):
         number = {"step": np.int32(step), "num_drafted": np.int32(step)}
         draft, pool = bucket(chain.state, pool, {**draft, **number, **state})

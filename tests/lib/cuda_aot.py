@@ -62,7 +62,7 @@ def _of_one_row(dtype, device) -> list[Footprint]:
 
 def _of_pass(name, model, device) -> list[Footprint]:
     lowered, layer_bytes = lower_pass(name, model, device)
-    return [footprint(lowered, layer_bytes, model.num_cache_layers, **OPTIONS)]
+    return [footprint(lowered, layer_bytes, model.cache_groups[0].num_layers, **OPTIONS)]
 
 
 def _attempt(function, *arguments):

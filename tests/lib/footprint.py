@@ -246,12 +246,10 @@ def lower_pass(name: str, model, sharding: jax.sharding.Sharding | None = None) 
     passes = Passes(model, shapes)
     buckets = getattr(passes, name)
     buckets = buckets[0] if isinstance(buckets, list) else buckets
-    layers, spec = model.num_cache_layers, model.attention_spec
-    pool = jax.eval_shape(
-        lambda: LatentPool.create(num_layers=layers, num_pages=LARGE.num_pages, page_size=LARGE.page_size, spec=spec)
-    )
-    arguments = place((passes.state, pool, buckets._rungs[0]), sharding)
-    return buckets._jitted.lower(*arguments), pool.data.size * pool.dtype.itemsize // layers
+    pools = jax.eval_shape(lambda: model.create_pools(num_pages=LARGE.num_pages, page_size=LARGE.page_size))
+    arguments = place((passes.state, pools, buckets._rungs[0]), sharding)
+    (pool,) = pools.values()
+    return buckets._jitted.lower(*arguments), pool.data.size * pool.dtype.itemsize // pool.num_layers
 
 
 def place(tree, sharding: jax.sharding.Sharding | None):

@@ -13,7 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mla_attn import buckets, generation
 from mla_attn.metadata import row_owners
-from mla_attn.models import DeepseekForCausalLM
+from mla_attn.models import CausalLM
+from mla_attn.models.deepseek import GROUP
 
 POOL_TOKENS = 2048  # one size for all runs: those with the same shapes compile the same programs
 
@@ -40,46 +41,48 @@ class Call:
         """What the rows of one request hold."""
         return self.rows[what][self.rows["requests"] == request]
 
-    def again(self, pool) -> "Call":
-        """The same call over another pool, which is left as it is."""
-        return _call(self.bucket, self.state, jax.tree.map(jnp.copy, pool), self.inputs)[0]
+    def again(self, pools) -> "Call":
+        """The same call over other pools, which are left as they are."""
+        return _call(self.bucket, self.state, jax.tree.map(jnp.copy, pools), self.inputs)[0]
 
 
 @dataclasses.dataclass
 class Recording:
-    """A generation, its calls in order, what it streamed, the pool it left; and of each pass, by name, the function
+    """A generation, its calls in order, what it streamed, the pools it left; and of each pass, by name, the function
     that was compiled and the shapes of its arguments."""
 
     tokens: list[list[int]]
     statistics: generation.Statistics
     calls: list[Call]
     stream: list[tuple[int, list[int]]]
-    pool: Any
+    pools: Any
     traced: dict[str, tuple]
 
     def named(self, *names: str) -> list[Call]:
         return [call for call in self.calls if call.name in names]
 
 
-def record(model: DeepseekForCausalLM, prompts, **options) -> Recording:
+def record(model: CausalLM, prompts, **options) -> Recording:
     """Generate, over a cache that holds NaN wherever nothing was written, in pages of requests and others."""
     recording = Recording([], None, [], [], None, {})
-    created, begun = generation.LatentPool.create, buckets.Buckets.__init__
+    model_class = type(model)
+    created, begun = model_class.create_pools, buckets.Buckets.__init__
     traced: list[dict[str, Any]] = []
 
-    def create(*, num_pages, page_size, **sizes):
+    def create(self, *, num_pages, page_size):
         assert num_pages < POOL_TOKENS // page_size
-        pool = created(num_pages=POOL_TOKENS // page_size, page_size=page_size, **sizes)
-        return dataclasses.replace(pool, data=jnp.full_like(pool.data, jnp.nan))
+        pools = created(self, num_pages=POOL_TOKENS // page_size, page_size=page_size)
+        return jax.tree.map(lambda data: jnp.full_like(data, jnp.nan), pools)
 
     def watched(method, head):
         def run(self, *arguments, **options):
-            *_, tokens, _, m = arguments
-            hidden, pool = method(self, *arguments, **options)
+            *_, tokens, _, metadata = arguments
+            hidden, pools = method(self, *arguments, **options)
+            m = metadata[GROUP]
             owners, owned = row_owners(m.q_starts, m.q_lens, m.slots.shape[0])
             facts = {"requests": jnp.where(owned, owners, -1), "positions": m.positions, "tokens": tokens}
             traced.append({**facts, "logits": head(self, hidden)})
-            return hidden, pool
+            return hidden, pools
 
         return run
 
@@ -87,21 +90,20 @@ def record(model: DeepseekForCausalLM, prompts, **options) -> Recording:
         def with_rows(*arguments):
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
             recording.traced[name] = (fn, *shapes)
-            outputs, pool = fn(*arguments)
-            return {**outputs, "rows": traced.pop()}, pool
+            outputs, pools = fn(*arguments)
+            return {**outputs, "rows": traced.pop()}, pools
 
         begun(self, name, with_rows, rungs)
 
-    def call(self, state, pool, inputs):
-        made, outputs, pool = _call(self, state, pool, inputs, run=called)
+    def call(self, state, pools, inputs):
+        made, outputs, pools = _call(self, state, pools, inputs, run=called)
         recording.calls.append(made)
-        recording.pool = pool
-        return outputs, pool
+        recording.pools = pools
+        return outputs, pools
 
     called = buckets.Buckets.__call__
-    model_class = DeepseekForCausalLM
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation.LatentPool, "create", create)
+        patch.setattr(model_class, "create_pools", create)
         patch.setattr(model_class, "__call__", watched(model_class.__call__, model_class.logits))
         patch.setattr(model_class, "draft", watched(model_class.draft, model_class.draft_logits))
         patch.setattr(buckets.Buckets, "__init__", begin)
@@ -113,11 +115,11 @@ def record(model: DeepseekForCausalLM, prompts, **options) -> Recording:
     return recording
 
 
-def _call(bucket, state, pool, inputs, run=buckets.Buckets.__call__):
-    outputs, pool = run(bucket, state, pool, inputs)
+def _call(bucket, state, pools, inputs, run=buckets.Buckets.__call__):
+    outputs, pools = run(bucket, state, pools, inputs)
     rows = outputs.pop("rows")
     copies = jax.tree.map(np.array, (outputs, rows))
-    return Call(bucket, state, inputs, *copies), outputs, pool
+    return Call(bucket, state, inputs, *copies), outputs, pools
 
 
 @contextlib.contextmanager

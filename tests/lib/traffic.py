@@ -13,7 +13,6 @@ from flax import nnx
 
 from checkpoints import small_config
 from mla_attn import metadata as build
-from mla_attn.cache import LatentPool
 from mla_attn.engine import Engine, SamplingParams
 from mla_attn.models import DeepseekForCausalLM
 from mla_attn.speculative import DraftTree
@@ -60,10 +59,8 @@ def logits_of(model, tokens) -> np.ndarray:
 def _prefill(model, tokens, length):
     table = jnp.zeros((1, MAX_LEN), jnp.int32)
     metadata = build.for_extend(table, length[None], length[None], max_q_len=MAX_LEN, num_rows=MAX_LEN, page_size=1)
-    pool = LatentPool.create(
-        num_layers=model.num_cache_layers, num_pages=1, page_size=1, spec=model.attention_spec, dtype=jnp.float32
-    )
-    return model.logits(model(tokens, pool, metadata, mode="prefill")[0])
+    pools, by_group = model.create_pools(num_pages=1, page_size=1), {g.name: metadata for g in model.cache_groups}
+    return model.logits(model(tokens, pools, by_group, mode="prefill")[0])
 
 
 def check_tokens(model, prompt, tokens, params: SamplingParams, *, tie: float = TIE) -> None:

@@ -10,10 +10,11 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from checkpoints import V2, V3
-from mla_attn import dispatch, mosaic_gpu, steps
+from mla_attn import dispatch, steps
 from mla_attn import metadata as build
-from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
+from mla_attn.models.deepseek import GROUP
+from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.pallas_kernels.work_list import work_list
 
 TOLERANCE = 1e-3  # float32 against float32; a float64 model differs from the expected logits by 2.5e-4
@@ -40,31 +41,25 @@ def fixture(request, v3, v2):
 only_v3 = pytest.mark.parametrize("fixture", [V3], indirect=True, ids=["v3"])
 
 
-def poisoned_pool(model, batch):
+def poisoned_pools(model, batch):
     """A pool of NaN, and a table of scattered pages in it: what is read before it is written shows."""
     pages = batch * WIDTH + 3
-    pool = LatentPool.create(
-        num_layers=model.num_cache_layers,
-        num_pages=pages,
-        page_size=PAGE,
-        spec=model.attention_spec,
-        dtype=jnp.float32,
-    )
-    pool = dataclasses.replace(pool, data=jnp.full_like(pool.data, jnp.nan))
+    pools = model.create_pools(num_pages=pages, page_size=PAGE)
+    pools = jax.tree.map(lambda data: jnp.full_like(data, jnp.nan), pools)
     table = np.random.default_rng(0).permutation(pages)[: batch * WIDTH].reshape(batch, WIDTH)
-    return pool, jnp.asarray(table, jnp.int32)
+    return pools, jnp.asarray(table, jnp.int32)
 
 
-@nnx.jit(static_argnames="mode", donate_argnames="pool")
-def forward(model, tokens, pool, metadata, *, mode):
-    hidden, pool = model(tokens, pool, metadata, mode=mode)
-    return hidden, model.logits(hidden), pool
+@nnx.jit(static_argnames=("mode", "form"), donate_argnames="pools")
+def forward(model, tokens, pools, metadata, *, mode, form=None):
+    hidden, pools = model(tokens, pools, {GROUP: metadata}, mode=mode, form=form)
+    return hidden, model.logits(hidden), pools
 
 
-@nnx.jit(static_argnames="mode", donate_argnames="pool")
-def draft(model, hidden, tokens, pool, metadata, *, mode):
-    hidden, pool = model.draft(hidden, tokens, pool, metadata, mode=mode)
-    return hidden, model.draft_logits(hidden), pool
+@nnx.jit(static_argnames="mode", donate_argnames="pools")
+def draft(model, hidden, tokens, pools, metadata, *, mode):
+    hidden, pools = model.draft(hidden, tokens, pools, {GROUP: metadata}, mode=mode)
+    return hidden, model.draft_logits(hidden), pools
 
 
 def lens(*values):
@@ -80,11 +75,11 @@ def prefill_packed(model, expected, padding):
     prompts = [expected[f"prompt_{i}"] for i in range(4)]
     lengths = lens(*map(len, prompts))
     tokens = jnp.asarray(np.concatenate([*prompts, padding]))
-    pool, table = poisoned_pool(model, 4)
+    pools, table = poisoned_pools(model, 4)
     metadata = build.for_extend(
         table, lengths, lengths, max_q_len=max(map(len, prompts)), num_rows=len(tokens), page_size=PAGE
     )
-    hidden, logits, _ = forward(model, tokens, pool, metadata, mode="prefill")
+    hidden, logits, _ = forward(model, tokens, pools, metadata, mode="prefill")
     return hidden, logits
 
 
@@ -123,11 +118,11 @@ def test_draft_layer_of_all_prompts_together(fixture, packed):
     inputs = np.full((count + 5, hidden.shape[1]), np.nan, np.float32)  # what a caller may leave in padding rows
     inputs[:count] = np.concatenate([hidden[begins[i] : begins[i] + lengths[i]] for i in range(4)])
     following = np.concatenate([*(prompt[1:] for prompt in prompts), np.array([0, -1, 10**6, 5, 5], np.int32)])
-    pool, table = poisoned_pool(model, 4)
+    pools, table = poisoned_pools(model, 4)
     metadata = build.for_extend(
         table, lens(*lengths), lens(*lengths), max_q_len=max(lengths), num_rows=count + 5, page_size=PAGE
     )
-    _, logits, _ = draft(model, jnp.asarray(inputs), jnp.asarray(following), pool, metadata, mode="prefill")
+    _, logits, _ = draft(model, jnp.asarray(inputs), jnp.asarray(following), pools, metadata, mode="prefill")
     begins = np.cumsum([0, *lengths])
     for i in range(3):  # the last prompt has one token, which leaves nothing to draft from
         close(logits[begins[i] : begins[i + 1]], expected[f"mtp_logits_{i}"])
@@ -136,10 +131,10 @@ def test_draft_layer_of_all_prompts_together(fixture, packed):
 def test_decode_token_by_token(fixture):
     model, expected = fixture
     prompt = expected["prompt_0"]
-    pool, table = poisoned_pool(model, 2)
+    pools, table = poisoned_pools(model, 2)
     for t, token in enumerate(prompt):
         metadata = build.for_decode(table, lens(0, t + 1), page_size=PAGE)  # request 0 is padding
-        hidden, logits, pool = forward(model, lens(-1, token), pool, metadata, mode="decode")
+        hidden, logits, pools = forward(model, lens(-1, token), pools, metadata, mode="decode")
         assert np.isfinite(hidden).all()
         close(logits[1], expected["logits_0"][t])
 
@@ -148,25 +143,25 @@ def test_decode_token_by_token(fixture):
 def test_drafting_token_by_token(fixture, packed):
     model, expected = fixture
     prompt, hidden = expected["prompt_0"], packed[0]
-    pool, table = poisoned_pool(model, 1)
+    pools, table = poisoned_pools(model, 1)
     for t in range(SHORT - 1):
         metadata = build.for_draft_decode(table, lens(0), t, page_size=PAGE)
-        _, logits, pool = draft(model, hidden[t : t + 1], lens(prompt[t + 1]), pool, metadata, mode="draft_decode")
+        _, logits, pools = draft(model, hidden[t : t + 1], lens(prompt[t + 1]), pools, metadata, mode="draft_decode")
         close(logits[0], expected["mtp_logits_0"][t])
 
 
-# The last two are one computation under two names, so one model for each is enough.
+# The absorbed ones are one computation under several names, so one model for each is enough.
 @pytest.mark.parametrize(
-    ("fixture", "mode"),
-    [(V3, "extend"), (V2, "extend"), (V3, "target_verify"), (V2, "draft_extend")],
+    ("fixture", "mode", "form"),
+    [(V3, "extend", None), (V2, "extend", "absorbed"), (V3, "target_verify", None), (V2, "draft_extend", None)],
     indirect=["fixture"],
-    ids=["v3-extend", "v2-extend", "v3-target_verify", "v2-draft_extend"],
+    ids=["v3-extend", "v2-absorbed-extend", "v3-target_verify", "v2-draft_extend"],
 )
-def test_continuing_a_cached_prefix(fixture, mode):
+def test_continuing_a_cached_prefix(fixture, mode, form):
     """Two requests with the same tokens, cut at different places: 20 + 21 and 33 + 8."""
     model, expected = fixture
     prompt, want, cuts = expected["prompt_0"], expected["logits_0"], (20, 33)
-    pool, table = poisoned_pool(model, 2)
+    pools, table = poisoned_pools(model, 2)
     longest, rest = max(cuts), [SHORT - cut for cut in cuts]
 
     def dense(parts, rows):  # a block of `rows` rows per request
@@ -176,14 +171,16 @@ def test_continuing_a_cached_prefix(fixture, mode):
         return jnp.asarray(block.reshape(-1))
 
     metadata = build.for_extend(table, lens(*cuts), lens(*cuts), max_q_len=longest, page_size=PAGE)
-    _, _, pool = forward(model, dense([prompt[:cut] for cut in cuts], longest), pool, metadata, mode="prefill")
+    _, _, pools = forward(model, dense([prompt[:cut] for cut in cuts], longest), pools, metadata, mode="prefill")
     rows = max(rest)
     if mode == "target_verify":
         metadata = build.for_target_verify(table, lens(*cuts), num_tokens=rows, q_lens=lens(*rest), page_size=PAGE)
     else:
         builder = build.for_extend if mode == "extend" else build.for_draft_extend
         metadata = builder(table, lens(SHORT, SHORT), lens(*rest), max_q_len=rows, page_size=PAGE)
-    _, logits, pool = forward(model, dense([prompt[cut:] for cut in cuts], rows), pool, metadata, mode=mode)
+    _, logits, pools = forward(
+        model, dense([prompt[cut:] for cut in cuts], rows), pools, metadata, mode=mode, form=form
+    )
     for b, cut in enumerate(cuts):
         close(logits.reshape(2, rows, -1)[b, : SHORT - cut], want[cut:])
 
@@ -199,14 +196,15 @@ def test_each_mode_runs_through_its_own_step(v3, monkeypatch):
             return step(*args, **kwargs)
 
         monkeypatch.setattr(steps, name, watched)
-        pool, table = poisoned_pool(v3, 1)
+        pools, table = poisoned_pools(v3, 1)
         metadata = build.for_extend(table, lens(1), lens(1), max_q_len=1, page_size=PAGE)
 
-        def both(pool, metadata, name=name):
-            hidden, pool = v3(lens(5), pool, metadata, mode=name, implementation="xla")
-            return v3.draft(hidden, lens(6), pool, metadata, mode=name, implementation="xla")
+        def both(pools, metadata, name=name):
+            metadata = {GROUP: metadata}
+            hidden, pools = v3(lens(5), pools, metadata, mode=name, implementation="xla")
+            return v3.draft(hidden, lens(6), pools, metadata, mode=name, implementation="xla")
 
-        jax.eval_shape(both, pool, metadata)
+        jax.eval_shape(both, pools, metadata)
         width = 128 if name in ("prefill", "extend") else 512
         assert calls == [(name, width, layer, "xla") for layer in range(4)]
         calls.clear()
@@ -216,10 +214,9 @@ def test_bfloat16_is_near():
     expected = np.load(V3 / "expected.npz")
     model = load_checkpoint(V3, dtype=jnp.bfloat16)
     prompt = jnp.asarray(expected["prompt_0"])
-    pool, table = poisoned_pool(model, 1)
-    pool = dataclasses.replace(pool, data=pool.data.astype(jnp.bfloat16))
+    pools, table = poisoned_pools(model, 1)
     metadata = build.for_extend(table, lens(SHORT), lens(SHORT), max_q_len=SHORT, page_size=PAGE)
-    hidden, logits, _ = forward(model, prompt, pool, metadata, mode="prefill")
+    hidden, logits, _ = forward(model, prompt, pools, metadata, mode="prefill")
     assert hidden.dtype == jnp.bfloat16
     assert logits.dtype == jnp.float32
     error = np.abs(np.asarray(logits) - expected["logits_0"])
@@ -231,21 +228,31 @@ def test_bfloat16_is_near():
 def test_a_model_is_made_without_a_checkpoint(v3, unchecked):
     config = dataclasses.replace(v3.config, num_hidden_layers=1, num_nextn_predict_layers=0)
     model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    assert model.num_cache_layers == 1
-    assert v3.num_cache_layers == 4
+    assert [(g.name, g.num_layers, g.dtype) for g in model.cache_groups] == [(GROUP, 1, jnp.bfloat16)]
+    assert [(g.name, g.num_layers, g.dtype) for g in v3.cache_groups] == [(GROUP, 4, jnp.float32)]
+    assert (model.can_draft, v3.can_draft) == (False, True)
     assert (v3.attention_spec.num_heads, v3.attention_spec.latent_dim) == (4, 576)
     assert v3.attention_spec.scale == v3.config.softmax_scale
     assert isinstance(model.config, DeepseekConfig)
     assert "embed_tokens" in dict(nnx.to_pure_dict(nnx.state(model)))
     with pytest.raises(ValueError, match="num_nextn_predict_layers=0"):
-        model.draft(jnp.zeros((1, 192)), lens(1), None, None, mode="decode")
+        model.draft(jnp.zeros((1, 192)), lens(1), {}, {}, mode="decode")
     with pytest.raises(ValueError, match="num_nextn_predict_layers=0"):
         model.draft_logits(jnp.zeros((1, 192)))
 
 
-def test_unknown_mode(v3, unchecked):
-    with pytest.raises(ValueError, match="mode='verify' must be one of prefill, extend, decode, target_verify"):
-        v3(lens(1), None, None, mode="verify")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "verify"}, "mode='verify' must be one of prefill, extend, decode, target_verify"),
+        ({"mode": "extend", "form": "latent"}, "form='latent' must be None, 'expanded' or 'absorbed'"),
+        ({"mode": "decode", "form": "expanded"}, "form='expanded' with mode='decode': must be one of prefill, extend"),
+        ({"mode": "extend", "tree_mask": True}, "tree_mask with mode='extend': must be one of decode, target_verify"),
+    ],
+)
+def test_modes_and_forms_that_do_not_exist(options, message, v3, unchecked):
+    with pytest.raises(ValueError, match=message):
+        v3(lens(1), {GROUP: None}, {GROUP: None}, **options)
 
 
 @pytest.mark.parametrize("mode", ["decode", "target_verify"])
@@ -254,10 +261,9 @@ def test_one_work_list_for_all_layers(mode, monkeypatch):
     static = ("plan", "max_q_len", "causal", "kv_stride")
     monkeypatch.setattr(mosaic_gpu, "work_list", jax.jit(work_list.__wrapped__, static_argnames=static))  # not inlined
     model = nnx.eval_shape(lambda: load_checkpoint(V3, dtype=jnp.bfloat16))
-    pool, table = jax.eval_shape(lambda: poisoned_pool(model, 2))
-    pool = dataclasses.replace(pool, data=jax.ShapeDtypeStruct(pool.data.shape, jnp.bfloat16))
+    pools, table = jax.eval_shape(lambda: poisoned_pools(model, 2))
 
-    def run(params, tokens, pool, table):
+    def run(params, tokens, pools, table):
         model = nnx.merge(graph, params)
         if mode == "decode":
             metadata = build.for_decode(table, lens(5, 9), page_size=PAGE)
@@ -266,13 +272,13 @@ def test_one_work_list_for_all_layers(mode, monkeypatch):
             metadata = build.for_target_verify(table, lens(5, 9), num_tokens=3, page_size=PAGE)
             mask = jnp.ones((2, 3, 3), bool)
         options = {"mode": mode, "tree_mask": mask, "implementation": "mosaic_gpu"}
-        hidden, pool = model(tokens, pool, metadata, **options)
-        return model.draft(hidden, tokens, pool, metadata, **options)
+        hidden, pools = model(tokens, pools, {GROUP: metadata}, **options)
+        return model.draft(hidden, tokens, pools, {GROUP: metadata}, **options)
 
     graph, params = nnx.split(model)
     tokens = jax.ShapeDtypeStruct((2 if mode == "decode" else 6,), jnp.int32)
     with dispatch.compiling_for(dispatch.H200):
-        jaxpr = jax.make_jaxpr(run)(params, tokens, pool, table)
+        jaxpr = jax.make_jaxpr(run)(params, tokens, pools, table)
     names = [str(equation.params.get("name")) for equation in equations(jaxpr.jaxpr)]
     assert names.count("work_list") == 2  # of the model's layers, and of the draft layer
     assert names.count(mode) == 4

@@ -11,7 +11,6 @@ from jax.extend.core import jaxprs_in_params
 
 from checkpoints import V2, V3
 from mla_attn import metadata as build
-from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, deepseek
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -30,25 +29,22 @@ def trace(folder, mode, dtype):
     config = DeepseekConfig.from_hf(json.loads((folder / "config.json").read_text()))
     config = dataclasses.replace(config, num_hidden_layers=2)
     model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    pool = jax.eval_shape(
-        lambda: LatentPool.create(
-            num_layers=model.num_cache_layers, num_pages=8, page_size=4, spec=model.attention_spec, dtype=dtype
-        )
-    )
+    pools = jax.eval_shape(lambda: model.create_pools(num_pages=8, page_size=4))
     graph, state = nnx.split(model)
 
-    def run(state, pool, table, tokens, lengths):
+    def run(state, pools, table, tokens, lengths):
         model = nnx.merge(graph, state)
         metadata = build.for_extend(table, lengths, jnp.ones_like(lengths), max_q_len=1, page_size=4)
-        hidden, pool = model(tokens, pool, metadata, mode=mode)
+        metadata = {deepseek.GROUP: metadata}
+        hidden, pools = model(tokens, pools, metadata, mode=mode)
         out = [model.logits(hidden)]
         if config.num_nextn_predict_layers:
-            drafted, pool = model.draft(hidden, tokens, pool, metadata, mode=mode)
+            drafted, pools = model.draft(hidden, tokens, pools, metadata, mode=mode)
             out.append(model.draft_logits(drafted))
-        return out, pool
+        return out, pools
 
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,), (2,))]
-    traced = jax.jit(run).trace(state, pool, *ints)
+    traced = jax.jit(run).trace(state, pools, *ints)
     return traced, list(equations(traced.jaxpr.jaxpr))
 
 

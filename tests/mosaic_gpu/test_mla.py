@@ -11,7 +11,6 @@ from flax import nnx
 import helpers
 from checkpoints import small_config
 from kernel_calls import make
-from mla_attn.cache import LatentPool
 from mla_attn.dispatch import H200, compiling_for
 from mla_attn.models import DeepseekForCausalLM
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
@@ -148,7 +147,7 @@ def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, implementat
         model = DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
         shapes = Shapes((2,), (16,), table_width=4, page_size=64, max_len=256, chunked=True)
         passes = Passes(model, shapes, implementation=implementation)
-        pool = LatentPool.create(num_layers=1, num_pages=8, page_size=64, spec=model.attention_spec, dtype=dtype)
+        pools = model.create_pools(num_pages=8, page_size=64)
         buckets = getattr(passes, mode)
-        text = str(jax.make_jaxpr(buckets._jitted)(passes.state, pool, buckets._rungs[0]))
+        text = str(jax.make_jaxpr(buckets._jitted)(passes.state, pools, buckets._rungs[0]))
     assert ("mla_combine" in text, "name=draft_extend" in text) == (absorbed, absorbed)

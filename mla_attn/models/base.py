@@ -1,0 +1,171 @@
+"""What the engine, the passes, generation and the benchmarks ask of a model, whatever its family.
+
+A *cache group* is the layers of a model that share a kind of pool, page tables and metadata (vLLM: "KV cache groups").
+Full and sliding-window layers are two groups, and so are layers whose rows are stored in two dtypes. Pools, page tables
+and metadata go to a model, and pools come from it, as dicts with a value for each group under its name. Positions and
+row owners are the same in the metadata of all groups; page tables, slots and offsets are each group's own.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_attn.cache import LatentPool
+from mla_attn.dispatch import choose, current_device
+from mla_attn.metadata import AttentionMetadata
+from mla_attn.ops import mla
+from mla_attn.specs import MLASpec
+
+Pool = LatentPool  # a union, once there is another kind
+Pools = dict[str, Pool]
+Metadata = Mapping[str, AttentionMetadata]
+MODES = ("prefill", "extend", "decode", "target_verify", "draft_extend", "draft_decode")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheGroup:
+    """Layers that share a kind of pool, page tables and metadata.
+
+    Attributes:
+        name: key of the dicts of pools, page tables and metadata.
+        num_layers: layers of the pool, L.
+        spec: static facts of their attention; its kind decides that of the pool.
+        dtype: of the stored rows.
+    """
+
+    name: str
+    num_layers: int
+    spec: MLASpec
+    dtype: np.dtype
+
+    @property
+    def window(self) -> int | None:
+        """Keys a row sees, itself included: what lies left of them is never read again. None for all."""
+        return self.spec.window
+
+    def create_pool(self, *, num_pages: int, page_size: int) -> Pool:
+        """An all-zero pool; ValueError as ``LatentPool.create``."""
+        return LatentPool.create(
+            num_layers=self.num_layers, num_pages=num_pages, page_size=page_size, spec=self.spec, dtype=self.dtype
+        )
+
+    def check_supported(self, *, page_size: int, implementation: str | None) -> None:
+        """Raise unless an implementation of the attention op (the named one, if not None) takes decode calls over pages
+        of this size. What it refuses of a model's calls it refuses of all of them, of decode too.
+
+        Raises:
+            ValueError: an implementation that does not exist.
+            NotImplementedError: it does not support such calls on this device, with the reason.
+        """
+        call = mla.MLACall(spec=self.spec, page_size=page_size, dtype=self.dtype, max_q_len=1, **current_device().facts)
+        choose("mla_attention", call, mla.IMPLEMENTATIONS, implementation)
+
+
+def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
+    """An all-zero pool for each group, of ``num_pages`` pages each or as many as the mapping says."""
+    sizes = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys((g.name for g in groups), num_pages)
+    return {group.name: group.create_pool(num_pages=sizes[group.name], page_size=page_size) for group in groups}
+
+
+@runtime_checkable
+class CausalLM(Protocol):
+    """A decoder over paged caches: an ``nnx.Module``, so that its arrays can be split off and donated or replaced.
+
+    Shapes: T packed rows of the call, B requests, S rows of a request at most.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 to ``vocab_size - 1``."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that ``__call__`` and ``draft`` return."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Most tokens of a request, prompt and new ones together."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, as the checkpoint says; may be empty."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the hidden states."""
+        ...
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether there is a draft layer, and with it ``draft`` and ``draft_logits``."""
+        ...
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """At least one, each under a name of its own; draft layers included."""
+        ...
+
+    def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
+        """An all-zero pool for each cache group, of ``num_pages`` pages each or as many as the mapping says."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Int[Array, "T"],
+        pools: Pools,
+        metadata: Metadata,
+        *,
+        mode: str,
+        tree_mask: Bool[Array, "B S M"] | None = None,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T dim"], Pools]:
+        """Run the rows of this call through all layers, writing their cache rows.
+
+        Args:
+            tokens: token ids; padding rows may hold anything, their results mean nothing but are finite.
+            pools: of each cache group; donate them at the outermost jit.
+            metadata: of each cache group, from the mode's builder.
+            mode: one of ``MODES``. "prefill" is "extend" for requests of which nothing is cached.
+            tree_mask: which tokens of a draft tree each row sees; not with prompts.
+            implementation: of the attention ops, None for the best available.
+
+        Returns:
+            Hidden states after the final norm, and the pools.
+        """
+        ...
+
+    def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of hidden states that ``__call__`` returned."""
+        ...
+
+    def draft(
+        self,
+        hidden: Float[Array, "T dim"],
+        next_tokens: Int[Array, "T"],
+        pools: Pools,
+        metadata: Metadata,
+        *,
+        mode: str,
+        tree_mask: Bool[Array, "B S M"] | None = None,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T dim"], Pools]:
+        """Run the draft layer: the row at position t takes the hidden state of position t and the token at t + 1.
+
+        Returns:
+            Hidden states for ``draft_logits`` or another draft step, and the pools.
+
+        Raises:
+            ValueError: ``can_draft`` is False.
+        """
+        ...
+
+    def draft_logits(self, draft_hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of hidden states that ``draft`` returned."""
+        ...
