@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -21,16 +20,16 @@ from mla_attn import steps
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.models.base import MODES, CacheGroup, Metadata, Pool, Pools, create_pools
 from mla_attn.models.config import DeepseekConfig
+from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weight
+from mla_attn.models.moe import MoE
 from mla_attn.models.rope import rotate, rotation
 from mla_attn.ops import plan_mla
-from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.specs import MLASpec
 
 PROMPT_MODES = ("prefill", "extend")  # the only ones with a choice of form, the others run absorbed
 GROUP = "full"  # the one cache group
 Form = Literal["expanded", "absorbed"]  # attention over per-head keys and values, or over the latent itself
 DTYPES = ("bfloat16", "float32")
-_LEAST_ROWS = 8  # of a product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,8 +286,8 @@ class Attention(nnx.Module):
             self.q_b_proj = Linear(config.q_lora_rank, queries, dtype=dtype, rngs=rngs)
         self.kv_a_proj = Linear(dim, self.spec.latent_dim, dtype=dtype, rngs=rngs)
         self.kv_a_layernorm = RMSNorm(rank, eps, dtype=dtype)
-        self.w_uk = _weight(rngs, (heads, config.qk_nope_head_dim, rank), dtype)
-        self.w_uv = _weight(rngs, (heads, config.v_head_dim, rank), dtype)
+        self.w_uk = weight(rngs, (heads, config.qk_nope_head_dim, rank), dtype)
+        self.w_uv = weight(rngs, (heads, config.v_head_dim, rank), dtype)
         self.o_proj = Linear(heads * config.v_head_dim, dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
@@ -296,15 +295,15 @@ class Attention(nnx.Module):
         latent, rope = self._latent(x, cos_sin)
         options = {"layer": layer, "implementation": step.implementation}
         if step.form == "absorbed":
-            q_latent = _einsum("thd,hdr->thr", q_nope, self.w_uk[...])
+            q_latent = einsum("thd,hdr->thr", q_nope, self.w_uk[...])
             options["tree_mask"] = step.tree_mask
             out, pool = step.entry_point(q_latent, q_rope, latent, rope, pool, metadata, self.spec, **options)
-            out = _einsum("thr,hvr->thv", out, self.w_uv[...])
+            out = einsum("thr,hvr->thv", out, self.w_uv[...])
         else:
             q = jnp.concatenate([q_nope, q_rope], axis=-1)
-            k_nope = _einsum("tr,hdr->thd", latent, self.w_uk[...])
+            k_nope = einsum("tr,hdr->thd", latent, self.w_uk[...])
             k = jnp.concatenate([k_nope, jnp.broadcast_to(rope[:, None], q_rope.shape)], axis=-1)
-            v = _einsum("tr,hvr->thv", latent, self.w_uv[...])
+            v = einsum("tr,hvr->thv", latent, self.w_uv[...])
             # A cached prefix holds latent rows: extend expands them with the same two weights, chunk by chunk.
             expand = (self.w_uk[...], self.w_uv[...]) if step.mode == "extend" else ()
             out, pool = step.entry_point(q, k, v, latent, rope, *expand, pool, metadata, self.spec, **options)
@@ -318,137 +317,6 @@ class Attention(nnx.Module):
     def _latent(self, x, cos_sin):
         latent, rope = jnp.split(self.kv_a_proj(x), [self.spec.kv_lora_rank], axis=-1)
         return self.kv_a_layernorm(latent), rotate(rope, *cos_sin)
-
-
-class MoE(nnx.Module):
-    """Routed experts, each token in its own few, plus shared experts that every token passes through."""
-
-    def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
-        dim, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.gate = Router(config, rngs=rngs)
-        self.gate_proj = _weight(rngs, (count, dim, width), dtype)
-        self.up_proj = _weight(rngs, (count, dim, width), dtype)
-        self.down_proj = _weight(rngs, (count, width, dim), dtype)
-        self.has_shared = config.n_shared_experts > 0
-        if self.has_shared:
-            self.shared_experts = MLP(dim, width * config.n_shared_experts, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "T dim"]) -> Float[Array, "T dim"]:
-        experts, weights = self.gate(x)
-        out = self._experts(x, experts, weights).astype(x.dtype)
-        return out + self.shared_experts(x) if self.has_shared else out
-
-    def _experts(self, x, experts: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T dim"]:
-        """Sort the (token, expert) pairs by expert, run each expert over its run of rows, and sum per token."""
-        chosen = experts.reshape(-1)
-        order = jnp.argsort(chosen)
-        sizes = jnp.bincount(chosen, length=self.gate_proj.shape[0]).astype(jnp.int32)
-        rows = x[order // experts.shape[1]]
-        gate, up = (grouped_matmul(rows, w[...], sizes) for w in (self.gate_proj, self.up_proj))
-        hidden = _swiglu(gate, up, x.dtype)
-        out = grouped_matmul(hidden, self.down_proj[...], sizes)[jnp.argsort(order)]  # the inverse permutation
-        return (out.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
-
-
-class Router(nnx.Module):
-    """Chooses the experts of each token; float32 whatever the model's dtype, because near ties flip experts."""
-
-    def __init__(self, config: DeepseekConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.kernel = _weight(rngs, (config.hidden_size, config.n_routed_experts), jnp.float32)
-        if config.topk_method == "noaux_tc":
-            self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32))
-
-    def __call__(self, x: Float[Array, "T dim"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-        """Experts of each token and their weights (arXiv:2405.04434 section 2.2.2, arXiv:2412.19437 section 2.1.2).
-
-        ``greedy``: the best k. ``group_limited_greedy``: the best k of the groups with the best expert. ``noaux_tc``:
-        the same with groups judged by their best two, a learned bias added for choosing but not for weighing.
-        """
-        config = self.config
-        scores = _dot(x.astype(jnp.float32), self.kernel[...])
-        if config.scoring_func == "softmax":
-            scores = ranked = jax.nn.softmax(scores, axis=-1)
-        else:
-            scores = jax.nn.sigmoid(scores)
-            ranked = scores + self.e_score_correction_bias[...][None]
-        if config.topk_method != "greedy":
-            ranked = _keep_groups(
-                ranked, config.n_group, config.topk_group, best=2 if config.topk_method == "noaux_tc" else 1
-            )
-        _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if config.norm_topk_prob:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        return experts, weights * config.routed_scaling_factor
-
-
-def _keep_groups(scores: Float[Array, "T experts"], groups: int, kept: int, *, best: int):
-    """Scores with -inf outside the ``kept`` groups whose ``best`` highest scores sum highest.
-
-    -inf and not 0: a biased score may be negative, and a dropped expert must never win.
-    """
-    grouped = scores.reshape(scores.shape[0], groups, -1)
-    group_scores = jax.lax.top_k(grouped, best)[0].sum(axis=-1)
-    _, chosen = jax.lax.top_k(group_scores, kept)
-    keep = jax.nn.one_hot(chosen, groups, dtype=bool).any(axis=1)
-    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(scores.shape)
-
-
-class MLP(nnx.Module):
-    """Dense SwiGLU MLP."""
-
-    def __init__(self, dim: int, width: int, *, dtype, rngs: nnx.Rngs):
-        self.gate_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(width, dim, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down_proj(_swiglu(self.gate_proj.float32(x), self.up_proj.float32(x), x.dtype))
-
-
-class Linear(nnx.Module):
-    """``x @ kernel`` without bias, accumulated in float32; ``kernel`` is [in, out].
-
-    Not ``nnx.Linear``, because the precision must follow the dtype and the heads want the float32 accumulator itself.
-    """
-
-    def __init__(self, dim_in: int, dim_out: int, *, dtype, rngs: nnx.Rngs):
-        self.kernel = _weight(rngs, (dim_in, dim_out), dtype)
-
-    def __call__(self, x):
-        return self.float32(x).astype(x.dtype)
-
-    def float32(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        """The product before it is rounded to the dtype of ``x``."""
-        return _dot(x, self.kernel[...])
-
-
-class Embedding(nnx.Module):
-    """Token embeddings [vocab, dim]. Ids outside the vocabulary (padding) are clipped, so that rows stay finite."""
-
-    def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
-        self.embedding = _weight(rngs, (vocab, dim), dtype)
-
-    def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T dim"]:
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
-
-    def attend(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
-        """Float32 logits of a tied head."""
-        return _dot(x, self.embedding[...].T)
-
-
-class RMSNorm(nnx.Module):
-    """``x / rms(x) * scale``, computed in float32."""
-
-    def __init__(self, dim: int, eps: float, *, dtype):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones(dim, dtype))
-
-    def __call__(self, x):
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 def _rotation(config: DeepseekConfig, metadata: AttentionMetadata):
@@ -465,32 +333,3 @@ def _check_step(mode: str, form: str | None, tree_mask) -> None:
     if tree_mask is not None and mode in PROMPT_MODES:
         others = [name for name in MODES if name not in PROMPT_MODES]
         raise ValueError(f"tree_mask with mode={mode!r}: must be one of {', '.join(others)}")
-
-
-def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
-    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
-
-
-def _precision(x: Array) -> jax.lax.Precision:
-    # GPUs multiply float32 in TF32 unless told otherwise; for bfloat16 operands there is nothing to gain.
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
-def _dot(x, kernel):
-    """Product over the last axis of ``x`` and the first of ``kernel``, in float32."""
-    if x.size == x.shape[-1]:
-        # XLA makes a multiplication and a sum of one row times a matrix, and on GPUs writes the numbers in between to
-        # memory, in float32. Zeros beside the row keep it a product.
-        rows = jnp.pad(x.reshape(1, -1), ((0, _LEAST_ROWS - 1), (0, 0)))
-        return _dot(rows, kernel)[:1].reshape(*x.shape[:-1], -1)
-    return jnp.matmul(x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
-
-
-def _einsum(equation, x, kernel):
-    # Asked for in the type of x, not in float32, the type of its sums anyway: XLA on CPUs with bf16 units refuses some
-    # batched bf16 products with float32 output.
-    return jnp.einsum(equation, x, kernel, precision=_precision(x), preferred_element_type=x.dtype)
-
-
-def _swiglu(gate, up, dtype):
-    return (jax.nn.silu(gate) * up).astype(dtype)

@@ -15,7 +15,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from mla_attn.models.config import DeepseekConfig
-from mla_attn.models.deepseek import MLP, Attention, DecoderLayer, DeepseekForCausalLM, MoE
+from mla_attn.models.deepseek import Attention, DecoderLayer, DeepseekForCausalLM
+from mla_attn.models.layers import MLP
+from mla_attn.models.moe import MoE
 from mla_attn.models.safetensors import DTYPES, CheckpointError, Stored, list_tensors, read_json, some
 
 SCALE = "_scale_inv"  # of an FP8 block; multiplied, in spite of its name

@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from checkpoints import V3
 from footprint import LARGE, PASSES, PROGRAMS, SMALL, Footprint, footprint, lower, lower_pass, place
 from mla_attn.models import load_checkpoint
-from mla_attn.models.deepseek import Linear
+from mla_attn.models.layers import Linear
 
 TARGET = Path(__file__).parent / "h200.txtpb"
 

@@ -11,7 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from checkpoints import V2, V3
 from mla_attn import metadata as build
-from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, deepseek
+from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, layers
+from mla_attn.models.deepseek import GROUP
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 MODES = ["prefill", "extend", "decode", "target_verify", "draft_extend", "draft_decode"]
@@ -35,7 +36,7 @@ def trace(folder, mode, dtype):
     def run(state, pools, table, tokens, lengths):
         model = nnx.merge(graph, state)
         metadata = build.for_extend(table, lengths, jnp.ones_like(lengths), max_q_len=1, page_size=4)
-        metadata = {deepseek.GROUP: metadata}
+        metadata = {GROUP: metadata}
         hidden, pools = model(tokens, pools, metadata, mode=mode)
         out = [model.logits(hidden)]
         if config.num_nextn_predict_layers:
@@ -99,5 +100,5 @@ def test_bfloat16_products_by_head_run(equation, rows):
     heads, small, rank = 16, 32, 512
     inner = small if equation.startswith("thd") else rank
     x, kernel = jnp.ones((rows, heads, inner), jnp.bfloat16), jnp.ones((heads, small, rank), jnp.bfloat16)
-    out = jax.jit(lambda x, kernel: deepseek._einsum(equation, x, kernel))(x, kernel)
+    out = jax.jit(lambda x, kernel: layers.einsum(equation, x, kernel))(x, kernel)
     assert out.dtype == jnp.bfloat16 and (out == inner).all()

@@ -12,7 +12,7 @@ from flax import nnx
 from checkpoints import V2, V3
 from mla_attn.dispatch import H200, compiling_for
 from mla_attn.models import DeepseekConfig
-from mla_attn.models.deepseek import MoE, Router
+from mla_attn.models.moe import MoE, Router
 
 TOKENS, DIM, EXPERTS = 200, 24, 12
 

@@ -1,0 +1,100 @@
+"""Layers that models of all families share.
+
+Parameters have the model's dtype. Products of float32 run at the highest precision (no TF32), those of bfloat16
+accumulate in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+_LEAST_ROWS = 8  # of a product
+
+
+class Linear(nnx.Module):
+    """``x @ kernel`` without bias, accumulated in float32; ``kernel`` is [in, out].
+
+    Not ``nnx.Linear``, because the precision must follow the dtype and the heads want the float32 accumulator itself.
+    """
+
+    def __init__(self, dim_in: int, dim_out: int, *, dtype, rngs: nnx.Rngs):
+        self.kernel = weight(rngs, (dim_in, dim_out), dtype)
+
+    def __call__(self, x):
+        return self.float32(x).astype(x.dtype)
+
+    def float32(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        """The product before it is rounded to the dtype of ``x``."""
+        return dot(x, self.kernel[...])
+
+
+class Embedding(nnx.Module):
+    """Token embeddings [vocab, dim]. Ids outside the vocabulary (padding) are clipped, so that rows stay finite."""
+
+    def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
+        self.embedding = weight(rngs, (vocab, dim), dtype)
+
+    def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T dim"]:
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+
+    def attend(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of a tied head."""
+        return dot(x, self.embedding[...].T)
+
+
+class RMSNorm(nnx.Module):
+    """``x / rms(x) * scale``, computed in float32."""
+
+    def __init__(self, dim: int, eps: float, *, dtype):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(dim, dtype))
+
+    def __call__(self, x):
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """Dense SwiGLU MLP."""
+
+    def __init__(self, dim: int, width: int, *, dtype, rngs: nnx.Rngs):
+        self.gate_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(width, dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down_proj(swiglu(self.gate_proj.float32(x), self.up_proj.float32(x), x.dtype))
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
+    """A parameter drawn from N(0, 0.02)."""
+    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+
+
+def _precision(x: Array) -> jax.lax.Precision:
+    # GPUs multiply float32 in TF32 unless told otherwise; for bfloat16 operands there is nothing to gain.
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def dot(x, kernel):
+    """Product over the last axis of ``x`` and the first of ``kernel``, in float32."""
+    if x.size == x.shape[-1]:
+        # XLA makes a multiplication and a sum of one row times a matrix, and on GPUs writes the numbers in between to
+        # memory, in float32. Zeros beside the row keep it a product.
+        rows = jnp.pad(x.reshape(1, -1), ((0, _LEAST_ROWS - 1), (0, 0)))
+        return dot(rows, kernel)[:1].reshape(*x.shape[:-1], -1)
+    return jnp.matmul(x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
+
+
+def einsum(equation, x, kernel):
+    """``jnp.einsum`` at the precision of ``dot``, in the dtype of ``x``."""
+    # Asked for in the type of x, not in float32, the type of its sums anyway: XLA on CPUs with bf16 units refuses some
+    # batched bf16 products with float32 output.
+    return jnp.einsum(equation, x, kernel, precision=_precision(x), preferred_element_type=x.dtype)
+
+
+def swiglu(gate, up, dtype):
+    """SwiGLU (arXiv:2002.05202) of the two halves, in ``dtype``."""
+    return (jax.nn.silu(gate) * up).astype(dtype)

@@ -1,0 +1,85 @@
+"""Mixture of experts as DeepSeek builds it: a router, routed experts and shared ones."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mla_attn.models.config import DeepseekConfig
+from mla_attn.models.layers import MLP, dot, swiglu, weight
+from mla_attn.ops.grouped_matmul import grouped_matmul
+
+
+class MoE(nnx.Module):
+    """Routed experts, each token in its own few, plus shared experts that every token passes through."""
+
+    def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
+        dim, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        self.gate = Router(config, rngs=rngs)
+        self.gate_proj = weight(rngs, (count, dim, width), dtype)
+        self.up_proj = weight(rngs, (count, dim, width), dtype)
+        self.down_proj = weight(rngs, (count, width, dim), dtype)
+        self.has_shared = config.n_shared_experts > 0
+        if self.has_shared:
+            self.shared_experts = MLP(dim, width * config.n_shared_experts, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T dim"]) -> Float[Array, "T dim"]:
+        experts, weights = self.gate(x)
+        out = self._experts(x, experts, weights).astype(x.dtype)
+        return out + self.shared_experts(x) if self.has_shared else out
+
+    def _experts(self, x, experts: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T dim"]:
+        """Sort the (token, expert) pairs by expert, run each expert over its run of rows, and sum per token."""
+        chosen = experts.reshape(-1)
+        order = jnp.argsort(chosen)
+        sizes = jnp.bincount(chosen, length=self.gate_proj.shape[0]).astype(jnp.int32)
+        rows = x[order // experts.shape[1]]
+        gate, up = (grouped_matmul(rows, w[...], sizes) for w in (self.gate_proj, self.up_proj))
+        hidden = swiglu(gate, up, x.dtype)
+        out = grouped_matmul(hidden, self.down_proj[...], sizes)[jnp.argsort(order)]  # the inverse permutation
+        return (out.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
+
+
+class Router(nnx.Module):
+    """Chooses the experts of each token; float32 whatever the model's dtype, because near ties flip experts."""
+
+    def __init__(self, config: DeepseekConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.kernel = weight(rngs, (config.hidden_size, config.n_routed_experts), jnp.float32)
+        if config.topk_method == "noaux_tc":
+            self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32))
+
+    def __call__(self, x: Float[Array, "T dim"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """Experts of each token and their weights (arXiv:2405.04434 section 2.2.2, arXiv:2412.19437 section 2.1.2).
+
+        ``greedy``: the best k. ``group_limited_greedy``: the best k of the groups with the best expert. ``noaux_tc``:
+        the same with groups judged by their best two, a learned bias added for choosing but not for weighing.
+        """
+        config = self.config
+        scores = dot(x.astype(jnp.float32), self.kernel[...])
+        if config.scoring_func == "softmax":
+            scores = ranked = jax.nn.softmax(scores, axis=-1)
+        else:
+            scores = jax.nn.sigmoid(scores)
+            ranked = scores + self.e_score_correction_bias[...][None]
+        if config.topk_method != "greedy":
+            ranked = _keep_groups(
+                ranked, config.n_group, config.topk_group, best=2 if config.topk_method == "noaux_tc" else 1
+            )
+        _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return experts, weights * config.routed_scaling_factor
+
+
+def _keep_groups(scores: Float[Array, "T experts"], groups: int, kept: int, *, best: int):
+    """Scores with -inf outside the ``kept`` groups whose ``best`` highest scores sum highest.
+
+    -inf and not 0: a biased score may be negative, and a dropped expert must never win.
+    """
+    grouped = scores.reshape(scores.shape[0], groups, -1)
+    group_scores = jax.lax.top_k(grouped, best)[0].sum(axis=-1)
+    _, chosen = jax.lax.top_k(group_scores, kept)
+    keep = jax.nn.one_hot(chosen, groups, dtype=bool).any(axis=1)
+    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(scores.shape)
