@@ -26,7 +26,7 @@ LANES = "tests/ops/test_mla.py::TestXLALanes::"
 REFERENCE = "tests/ops/test_mla.py::TestReference::"
 RAGGED = "tests/ops/test_ragged.py::TestXLA::"
 MERGE = "tests/ops/test_merge.py::"
-WRITE = "tests/cache/test_write.py::"
+WRITE = "tests/cache/test_latent.py::"
 PAGES = "tests/cache/test_allocator.py::"
 METADATA = "tests/metadata/test_builders.py"
 STEPS = "tests/steps/test_mla.py"
@@ -71,12 +71,12 @@ MUTANTS = (
     Mutant("stride ignored", BLOCKWISE, "slots * batch.kv_stride)[:, None, :]", "slots)[:, None, :]", XLA + "test_strided_positions"),
     Mutant("tile size follows the mode", "mla_attn/xla/mla.py", "tile = 1 if batch_invariant else None", "tile = None", "tests/xla/test_blockwise.py::test_invariant_cuts_follow_neither_mode_nor_batch"),
     Mutant("a lane's foreign part merged", BLOCKWISE, "own = (i < parts)[:, None, None]", "own = (i <= parts)[:, None, None]", LANES + "test_lengths_and_mixed_rows"),
-    Mutant("first slot of the next page read early", "cache/write.py", "column = jnp.clip(slots // pool.page_size, 0,", "column = jnp.clip((slots + 1) // pool.page_size, 0,", REFERENCE + "test_lengths_and_mixed_rows"),
-    Mutant("layer forgotten when read", "cache/write.py", "return pool.physical_pages(pages, layer), slots % pool.page_size", "return pool.physical_pages(pages, 0), slots % pool.page_size", XLA + "test_lengths_and_mixed_rows"),
-    Mutant("slot -1 wraps", "cache/write.py", "inside = (slots >= 0) & (slots", "inside = (slots >= -1) & (slots", WRITE + "test_negative_slots_do_not_wrap"),
-    Mutant("slot N * P enters the next layer", "cache/write.py", "(slots < pool.num_pages * pool.page_size)", "(slots <= pool.num_pages * pool.page_size)", WRITE + "test_rows_go_to_their_slots_and_nowhere_else"),
-    Mutant("moves in one layer only", "cache/write.py", "layers = jnp.arange(pool.num_layers, dtype=jnp.int32)[:, None]", "layers = jnp.zeros((pool.num_layers, 1), jnp.int32)", WRITE + "test_moving_rows"),
-    Mutant("page stride ignored", "cache/pools.py", "return pages * self.page_stride +", "return pages +", "tests/cache/test_pools.py::test_placement"),
+    Mutant("first slot of the next page read early", "cache/placement.py", "column = jnp.clip(slots // pool.page_size, 0,", "column = jnp.clip((slots + 1) // pool.page_size, 0,", REFERENCE + "test_lengths_and_mixed_rows"),
+    Mutant("layer forgotten when read", "cache/placement.py", "return pool.physical_pages(pages, layer), slots % pool.page_size", "return pool.physical_pages(pages, 0), slots % pool.page_size", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("slot -1 wraps", "cache/placement.py", "inside = (slots >= 0) & (slots", "inside = (slots >= -1) & (slots", WRITE + "test_negative_slots_do_not_wrap"),
+    Mutant("slot N * P enters the next layer", "cache/placement.py", "(slots < pool.num_pages * pool.page_size)", "(slots <= pool.num_pages * pool.page_size)", WRITE + "test_rows_go_to_their_slots_and_nowhere_else"),
+    Mutant("moves in one layer only", "cache/placement.py", "layers = jnp.arange(pool.num_layers, dtype=jnp.int32)[:, None]", "layers = jnp.zeros((pool.num_layers, 1), jnp.int32)", WRITE + "test_moving_rows"),
+    Mutant("page stride ignored", "cache/latent.py", "return pages * self.page_stride +", "return pages +", "tests/cache/test_placement.py::test_placement"),
     Mutant("merge trusts an empty part", "mla_attn/ops/merge.py", "jnp.where(share != 0, out.astype(jnp.float32) * share, -0.0)", "out.astype(jnp.float32) * share", MERGE + "test_empty_states_change_no_bit"),
     Mutant("sink in the LSE's sign", "mla_attn/ops/merge.py", "jax.nn.sigmoid(", "jax.nn.sigmoid(-1.0 * ", MERGE + "test_sink_enters_the_denominator_once"),
     Mutant("reference causal off by one", "mla_attn/reference/dense.py", "visible &= p <= at\n", "visible &= p <= at - 1\n", REFERENCE + "test_lengths_and_mixed_rows"),

@@ -13,7 +13,7 @@ import jax
 from mla_attn.bench import baseline, model, report, serve
 from mla_attn.bench.run import default_implementations, run
 from mla_attn.bench.shapes import GRAMMAR, SETS, Shape, parse_lengths, parse_shape
-from mla_attn.cache.pools import POOL_DTYPES
+from mla_attn.cache.latent import POOL_DTYPES
 from mla_attn.dispatch import NAMES
 
 # Options that not all of them take: the bench of shapes, that of --model, and --serve.

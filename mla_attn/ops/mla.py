@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_attn.cache.pools import LatentPool
+from mla_attn.cache.latent import LatentPool
 from mla_attn.checks import check_array, check_out_dtype, check_shape, check_type
 from mla_attn.dispatch import Implementation, choose, current_device
 from mla_attn.metadata import AttentionMetadata

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from mla_attn.cache.write import gather_index
+from mla_attn.cache.placement import gather_index
 from mla_attn.xla.blockwise import Batch, Rules, block_keys, blockwise_attention, make_plan
 
 

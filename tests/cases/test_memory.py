@@ -24,7 +24,7 @@ from cases.paged import (
 )  # fmt: skip
 from mla_attn import metadata as build
 from mla_attn.cache import LatentPool, move_rows, write_latent
-from mla_attn.cache.write import gather_index
+from mla_attn.cache.placement import gather_index
 from mla_attn.ops import merge_states, mla_attention
 from mla_attn.specs import MLASpec
 

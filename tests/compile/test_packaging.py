@@ -45,8 +45,8 @@ def test_packages_import_from_the_wheel_alone_and_ops_need_no_optional_package(w
 import sys
 sys.path.insert(0, {str(wheel)!r})
 import importlib.util
-import mla_attn.cache.pools, mla_attn.ops, mla_attn.pallas_kernels
-for module in (mla_attn, mla_attn.cache.pools, mla_attn.ops, mla_attn.pallas_kernels):
+import mla_attn.cache.latent, mla_attn.ops, mla_attn.pallas_kernels
+for module in (mla_attn, mla_attn.cache.latent, mla_attn.ops, mla_attn.pallas_kernels):
     assert module.__file__.startswith({str(wheel)!r}), module.__file__
 assert importlib.util.find_spec("cache") is None and importlib.util.find_spec("pallas_kernels") is None
 optional = {{"flax", "jax_triton", "triton", "tokenizers", "beartype"}} & set(sys.modules)

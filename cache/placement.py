@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mla_attn.cache.pools import LatentPool
+from mla_attn.cache.latent import LatentPool
 
 
 def write_latent(
