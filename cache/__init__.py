@@ -1,6 +1,9 @@
-"""State: what is stored (pools), where it goes (write), who owns it (pages), and what is found again (prefix)."""
+"""State: what is stored and how (``latent``, ``formats``), where it lies (``placement``), who owns which page
+(``allocator``), and what is found again (``prefix``)."""
 
-from mla_attn.cache.latent import LatentPool
-from mla_attn.cache.placement import move_rows, read_latent, write_latent
+from mla_attn.cache.allocator import OutOfPages, PageAllocator
+from mla_attn.cache.latent import LatentPool, read_latent, write_latent
+from mla_attn.cache.placement import move_rows
+from mla_attn.cache.prefix import PrefixCache
 
-__all__ = ["LatentPool", "move_rows", "read_latent", "write_latent"]
+__all__ = ["LatentPool", "OutOfPages", "PageAllocator", "PrefixCache", "move_rows", "read_latent", "write_latent"]

@@ -1,38 +1,68 @@
-"""Pools: what is stored. One array holds the rows of every layer; a layer is an offset added to page ids."""
+"""Paged rows of multi-head latent attention: the pool, writing by slot, and reading a prefix back.
+
+Pure functions; writes are in place under donation.
+"""
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from mla_attn.checks import check_integer
+from mla_attn.cache.formats import RowFormat, format_of
+from mla_attn.cache.placement import Placement
+from mla_attn.checks import INT32_MAX, as_int32, check_array, check_dtype, check_integer, check_type
 from mla_attn.specs import MLASpec
 
-POOL_DTYPES = ("bfloat16", "float32")
+_DERIVED: Any = None  # by LatentPool, from its other fields
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatentPool:
-    """Paged cache of MLA rows ``[latent R | rope E]`` for all layers of a model.
+    """Paged cache of MLA rows, latent R and rope E channels, for all layers of a model.
 
-    ``data`` is one array ``[L * N, P, C]``: L layers, N pages each, P tokens a page, C = R + E channels. Page p of
-    layer l lies at ``p * page_stride + l * layer_stride``; the defaults 1 and N put the layers one after the other,
-    other values serve pools shared by several models. Only the ops of this library apply them.
+    ``data`` is one array ``[pages, P, row_width]``: L layers, N pages each, P tokens a page. Page p of layer l lies at
+    ``p * page_stride + l * layer_stride``; the defaults 1 and N put the layers one after the other, other values serve
+    pools shared by several models. Only the ops of this library apply them. In a row the latent part comes first, the
+    rope part begins at ``rope_offset``; what lies beside them is neither read nor written.
 
     One array, because dispatching a jitted call costs host time per donated leaf, and because layers can then be
     scanned over without slicing (a slice given to a kernel would be copied).
+
+    Attributes:
+        data: the rows, in the storage dtype of ``format``.
+        num_layers: layers L.
+        num_pages: pages N of each layer.
+        kv_lora_rank: latent channels R of a row.
+        page_stride: physical pages from a page of a layer to the next.
+        layer_stride: physical pages from a layer to the next; N if None.
+        rope_dim: rope channels E of a row; what the row has besides the latent part if None.
+        rope_offset: element of a row where the rope part begins; right after the latent part if None.
     """
 
-    data: Float[Array, "pages P C"]
+    PAGED: ClassVar[tuple[str, ...]] = ("data",)
+
+    data: Shaped[Array, "pages P row_width"]
     num_layers: int = dataclasses.field(metadata={"static": True})
     num_pages: int = dataclasses.field(metadata={"static": True})
     kv_lora_rank: int = dataclasses.field(metadata={"static": True})
     page_stride: int = dataclasses.field(default=1, metadata={"static": True})
-    layer_stride: int = dataclasses.field(default=0, metadata={"static": True})
+    layer_stride: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
+    rope_dim: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
+    rope_offset: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
+
+    def __post_init__(self):
+        # JAX also makes pools of leaves that are no arrays: those have all their static fields.
+        if self.layer_stride is None:
+            object.__setattr__(self, "layer_stride", self.num_pages)
+        if self.rope_offset is None:
+            object.__setattr__(self, "rope_offset", self.kv_lora_rank)
+        if self.rope_dim is None and np.ndim(self.data) == 3:
+            object.__setattr__(self, "rope_dim", self.data.shape[2] - self.rope_offset)
 
     @classmethod
     def create(
@@ -44,18 +74,51 @@ class LatentPool:
             ValueError: a size below 1, a dtype other than bfloat16 or float32, or so many tokens a layer or pages in
                 all that ids no longer fit int32.
         """
-        for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
-            check_integer(name, value, 1)
-        if np.dtype(dtype).name not in POOL_DTYPES:
-            raise ValueError(f"dtype={np.dtype(dtype).name} must be one of {', '.join(POOL_DTYPES)}")
-        limit = np.iinfo(np.int32).max
-        if num_layers * num_pages > limit or num_pages * page_size > limit:
-            raise ValueError(
-                f"num_layers={num_layers}, num_pages={num_pages}, page_size={page_size}: the pages of all layers and "
-                f"the tokens of one layer must each be at most {limit}"
-            )
-        shape = (num_layers * num_pages, page_size, spec.latent_dim)
-        return cls(jnp.zeros(shape, dtype), num_layers, num_pages, spec.kv_lora_rank, 1, num_pages)
+        row_format = format_of("dtype", check_dtype("dtype", dtype))
+        placement = Placement(num_layers, num_pages, page_size, 1, num_pages)
+        width = sum(row_format.widths(spec.kv_lora_rank, spec.qk_rope_head_dim))
+        data = jnp.zeros((placement.num_physical_pages, placement.page_size, width), row_format.storage_dtype)
+        return cls(data, placement.num_layers, placement.num_pages, spec.kv_lora_rank, rope_dim=spec.qk_rope_head_dim)
+
+    @classmethod
+    def of(
+        cls,
+        array: Float[Array, "N P row_width"],
+        *,
+        kv_lora_rank: int,
+        rope_dim: int | None = None,
+        rope_offset: int | None = None,
+    ) -> "LatentPool":
+        """The pool of one layer whose rows are those of ``array``, another system's cache; nothing is copied.
+
+        Rows may be wider than R + E (padded to 640 of 512 + 64, say): what lies in them besides the two parts is left
+        alone by writes and has no influence on reads, be it NaN. ``move_rows`` moves whole rows.
+
+        Args:
+            array: bfloat16 or float32, [N, P, row_width]; the pool's ``data``.
+            kv_lora_rank: latent channels R, the first of a row.
+            rope_dim: rope channels E; what a row has from ``rope_offset`` on if None.
+            rope_offset: where in a row they begin, R or more; R if None.
+
+        Raises:
+            ValueError: another rank or dtype, or rows too narrow for their parts.
+        """
+        check_array("array", array)
+        if array.ndim != 3:
+            raise ValueError(f"array has shape {array.shape}, must be [N, P, row_width]")
+        pool = cls(array, 1, array.shape[0], kv_lora_rank, rope_dim=rope_dim, rope_offset=rope_offset)
+        pool.check()
+        return pool
+
+    @property
+    def placement(self) -> Placement:
+        """Where rows lie."""
+        return Placement(self.num_layers, self.num_pages, self.page_size, self.page_stride, self.layer_stride)
+
+    @property
+    def format(self) -> RowFormat:
+        """How rows are stored; ValueError if this library has no format for the array's dtype."""
+        return format_of("pool.data.dtype", jnp.dtype(self.data.dtype))
 
     @property
     def page_size(self) -> int:
@@ -64,24 +127,123 @@ class LatentPool:
 
     @property
     def latent_dim(self) -> int:
-        """Channels of a row, C = R + E."""
+        """Channels of a token, C = R + E, however they are stored."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def row_width(self) -> int:
+        """Elements from a row of ``data`` to the next."""
         return self.data.shape[2]
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the stored rows."""
-        return np.dtype(self.data.dtype)
+        """Type that rows are read in."""
+        return self.format.dtype
 
-    def check_layer(self, layer: int | Int[Array, ""]) -> None:
-        """Raise ValueError unless ``layer`` is one integer and, where its value is known, one of ``[0, L)``."""
-        if isinstance(layer, jax.Array | np.ndarray):
-            if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
-                raise ValueError(f"layer is {layer.dtype}{list(layer.shape)}, must be one integer, []")
-        elif not isinstance(layer, int | np.integer):
-            raise ValueError(f"layer={layer} must be an integer")
-        elif not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer={layer} must be 0 to {self.num_layers - 1}")
+    def check(self) -> None:
+        """ValueError unless ``data`` is an array of a format that there is, with room for all pages and channels."""
+        check_array("pool.data", self.data)
+        if self.data.ndim != 3:
+            raise ValueError(f"pool.data has shape {self.data.shape}, must be [pages, P, row_width]")
+        if self.data.shape[0] < self.placement.num_physical_pages:
+            raise ValueError(
+                f"pool.data has shape {self.data.shape}, must have {self.placement.num_physical_pages} pages for "
+                f"num_layers={self.num_layers}, num_pages={self.num_pages}, page_stride={self.page_stride}, "
+                f"layer_stride={self.layer_stride}"
+            )
+        check_integer("kv_lora_rank", self.kv_lora_rank, 1)
+        check_integer("rope_dim", self.rope_dim, 0)
+        latent_width, rope_width = self.format.widths(self.kv_lora_rank, self.rope_dim)
+        check_integer("rope_offset", self.rope_offset, latent_width)
+        if self.rope_offset + rope_width > self.row_width:
+            raise ValueError(
+                f"pool.data has shape {self.data.shape}, must have rows of {self.rope_offset + rope_width} elements "
+                f"for rope_dim={self.rope_dim} at rope_offset={self.rope_offset}"
+            )
 
-    def physical_pages(self, pages: Int[Array, "..."], layer: int | Int[Array, "..."]) -> Int[Array, "..."]:
-        """Index into ``data``'s first axis of ``pages`` (ids within ``layer``; int32, in range stays in range)."""
-        return pages * self.page_stride + jnp.asarray(layer, jnp.int32) * self.layer_stride
+    def encode(self, latent: Float[Array, "T R"], rope: Float[Array, "T E"]) -> dict[int, Shaped[Array, "T width"]]:
+        """What a write stores: by its first element of a row, each run of elements."""
+        latent_part, rope_part = self.format.encode(latent, rope)
+        if self.rope_offset == latent_part.shape[-1]:
+            return {0: jnp.concatenate([latent_part, rope_part], axis=-1)}
+        return {0: latent_part, self.rope_offset: rope_part}
+
+    def decode(self, rows: Shaped[Array, "*rows row_width"]) -> Float[Array, "*rows C"]:
+        """Channels ``[latent R | rope E]`` of rows of ``data``, in ``dtype``."""
+        latent_width, rope_width = self.format.widths(self.kv_lora_rank, self.rope_dim)
+        latent_part, rope_part = rows[..., :latent_width], rows[..., self.rope_offset : self.rope_offset + rope_width]
+        return jnp.concatenate(self.format.decode(latent_part, rope_part), axis=-1)
+
+
+def write_latent(
+    pool: LatentPool,
+    latent: Float[Array, "T R"],
+    rope: Float[Array, "T E"],
+    slots: Int[Array, "T"],
+    *,
+    layer: int | Int[Array, ""] = 0,
+) -> LatentPool:
+    """Store the rows of this call at ``slots`` of ``layer``.
+
+    Args:
+        pool: cache of rows; donate it at the outermost jit and the write is in place.
+        latent: compressed rows after their norm; converted to the pool's format.
+        rope: rope keys after rotation, shared by all heads.
+        slots: ``page * P + offset`` within the layer, of any integer dtype; a slot outside ``[0, N * P)`` writes
+            nothing. Slots inside it must differ from each other.
+        layer: which layer, one integer, static or an array (as inside ``lax.scan``).
+
+    Raises:
+        ValueError: widths that are not the pool's, row counts that differ, wrong dtypes, or a layer that does not
+            exist. (A traced layer outside ``[0, L)`` writes nothing.)
+    """
+    pool.check()
+    slots = as_int32("slots", slots)
+    if slots.ndim != 1:
+        raise ValueError(f"slots has shape {slots.shape}, must be [T]")
+    for name, array, width in (("latent", latent, pool.kv_lora_rank), ("rope", rope, pool.rope_dim)):
+        shape = (slots.shape[0], width)
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, must be {shape}: rows of slots, width of the pool")
+        check_type(name, array, jnp.floating)
+    layer, data = pool.placement.check_layer(layer), pool.data
+    for first, rows in pool.encode(latent, rope).items():
+        data = pool.placement.scatter(data, rows, slots, layer, first=first)
+    return dataclasses.replace(pool, data=data)
+
+
+def read_latent(
+    pool: LatentPool,
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    num_tokens: int,
+    *,
+    layer: int | Int[Array, ""] = 0,
+) -> tuple[Float[Array, "B n R"], Float[Array, "B n E"]]:
+    """Read table slots ``starts[b] : starts[b] + num_tokens`` of each request back out, in the pool's dtype.
+
+    Slots past the table's end repeat its last entry; rows past a request's length hold whatever the page holds. The
+    caller masks both by length.
+
+    Args:
+        pool: the cache.
+        page_table: page ids of each request, of any integer dtype.
+        starts: first table slot of each request, of any integer dtype.
+        num_tokens: slots of each request, static.
+        layer: as in ``write_latent``; a traced one outside ``[0, L)`` gives rows that mean nothing.
+
+    Raises:
+        ValueError: wrong shape, dtype, count or layer.
+    """
+    pool.check()
+    layer = pool.placement.check_layer(layer)
+    page_table, starts = as_int32("page_table", page_table), as_int32("starts", starts)
+    if page_table.ndim != 2 or page_table.shape[1] == 0:
+        raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W] with W at least 1")
+    if starts.shape != page_table.shape[:1]:
+        raise ValueError(f"starts has shape {starts.shape}, must be {page_table.shape[:1]}: [B] of page_table")
+    num_tokens = check_integer("num_tokens", num_tokens, 0, INT32_MAX)
+    starts = jnp.minimum(starts, INT32_MAX - num_tokens)  # past any table, but no sum may wrap into it
+    slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    rows = pool.decode(pool.data[pool.placement.locate_table_slots(page_table, slots, layer)])
+    return rows[..., : pool.kv_lora_rank], rows[..., pool.kv_lora_rank :]

@@ -1,126 +1,169 @@
-"""Writing rows by slot, moving them, and reading a prefix back. Pure functions; in place under donation."""
+"""Placement: where the rows of a paged pool lie, whatever they hold. Every rule about indices is here."""
 
 import dataclasses
+import math
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
-from mla_attn.cache.latent import LatentPool
+from mla_attn.checks import INT32_MAX, as_int32, check_index, check_integer
 
 
-def write_latent(
-    pool: LatentPool,
-    latent: Float[Array, "T R"],
-    rope: Float[Array, "T E"],
-    slots: Int[Array, "T"],
-    *,
-    layer: int | Int[Array, ""] = 0,
-) -> LatentPool:
-    """Store the rows of this call at ``slots`` of ``layer``.
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Layers, pages and strides of arrays ``[pages, P, ...]``, one row a token.
 
-    Args:
-        pool: cache of rows ``[R | E]``; donate it at the outermost jit and the write is in place.
-        latent: compressed rows after their norm; converted to the pool's dtype.
-        rope: rope keys after rotation, shared by all heads.
-        slots: ``page * P + offset`` within the layer; a slot outside ``[0, N * P)`` writes nothing. Slots inside it
-            must differ from each other.
-        layer: which layer, a Python int or an int32 scalar (as inside ``lax.scan``).
+    A *slot* is ``page * P + offset`` within a layer, ``[0, N * P)``. Page p of layer l lies at
+    ``p * page_stride + l * layer_stride`` of the first axis: its *physical* page.
 
-    Raises:
-        ValueError: widths that are not the pool's, row counts that differ, or a layer that does not exist. (A traced
-            layer outside ``[0, L)`` writes nothing.)
+    Attributes:
+        num_layers: layers L.
+        num_pages: pages N of each layer.
+        page_size: tokens P of a page.
+        page_stride: physical pages from a page of a layer to the next.
+        layer_stride: physical pages from a layer to the next.
     """
-    _check_rows(pool, latent, rope, slots)
-    pool.check_layer(layer)
-    rows = jnp.concatenate([latent.astype(pool.dtype), rope.astype(pool.dtype)], axis=-1)
-    return _scatter(pool, rows, slots, layer)
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    page_stride: int
+    layer_stride: int
+
+    def __post_init__(self):
+        for name, least in (
+            ("num_layers", 1), ("num_pages", 1), ("page_size", 1), ("page_stride", 0), ("layer_stride", 0),
+        ):  # fmt: skip
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), least))
+        if max(self.num_physical_pages, self.num_slots) > INT32_MAX:
+            raise ValueError(
+                f"num_layers={self.num_layers}, num_pages={self.num_pages}, page_size={self.page_size}: the pages of "
+                f"all layers and the tokens of one layer must each be at most {INT32_MAX}"
+            )
+        if self._overlaps():
+            raise ValueError(
+                f"page_stride={self.page_stride}, layer_stride={self.layer_stride}: {self.num_layers} layers of "
+                f"{self.num_pages} pages must not share pages"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a layer, N * P."""
+        return self.num_pages * self.page_size
+
+    @property
+    def num_physical_pages(self) -> int:
+        """What the first axis of an array must at least have."""
+        return (self.num_pages - 1) * self.page_stride + (self.num_layers - 1) * self.layer_stride + 1
+
+    def _overlaps(self) -> bool:
+        """Whether two pages lie in one place: the least steps that meet again are ``layer_stride / gcd`` pages and
+        ``page_stride / gcd`` layers."""
+        gcd = math.gcd(self.page_stride, self.layer_stride) or 1
+        pages, layers = self.layer_stride // gcd, self.page_stride // gcd
+        return pages < self.num_pages and layers < self.num_layers and self.num_pages * self.num_layers > 1
+
+    def check_layer(self, layer: int | Int[Array, ""]) -> int | Int[Array, ""]:
+        """``layer`` as an int or int32; ValueError unless it is one integer and, where it is known, in ``[0, L)``."""
+        return check_index("layer", layer, 0, self.num_layers - 1)
+
+    def physical_pages(self, pages: Int[Array, "..."], layer: int | Int[Array, "..."]) -> Int[Array, "..."]:
+        """Physical pages of ``pages`` (int32 ids within ``layer``; in range stays in range)."""
+        return pages * self.page_stride + jnp.asarray(layer, jnp.int32) * self.layer_stride
+
+    def locate_table_slots(
+        self, page_table: Int[Array, "B W"], slots: Int[Array, "B n"], layer: int | Int[Array, ""]
+    ) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
+        """Where to read table slots: (physical page, offset), both always in range.
+
+        A table entry outside ``[0, N)`` (tails may hold anything) is clipped before strides apply, so that a foreign
+        id cannot reach another layer or leave the pool. Slots past the table's ends are those of its first or last
+        entry.
+        """
+        column = jnp.clip(slots // self.page_size, 0, page_table.shape[1] - 1)
+        pages = jnp.clip(jnp.take_along_axis(page_table, column, axis=1), 0, self.num_pages - 1)
+        return self.physical_pages(pages, layer), slots % self.page_size
+
+    def inside(self, slots: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Which slots exist."""
+        return (slots >= 0) & (slots < self.num_slots)
+
+    def scatter(
+        self,
+        array: Shaped[Array, "pages P ..."],
+        rows: Shaped[Array, "..."],
+        slots: Int[Array, "..."],
+        layer: int | Int[Array, "..."],
+        *,
+        first: int = 0,
+    ) -> Shaped[Array, "pages P ..."]:
+        """``array`` with ``rows`` at ``slots`` of ``layer``, in place under donation.
+
+        Rows narrower than the array's take elements ``first`` and following of the axis after P; others are not
+        touched. A slot or layer that does not exist writes nothing.
+        """
+        # A negative index would wrap to the end of the pool before mode="drop" looks at it, and a slot past its layer
+        # would land in the next one: both are sent to the first index that does not exist. So are all slots of a
+        # layer that does not exist.
+        layer = jnp.asarray(layer, jnp.int32)
+        written = self.inside(slots) & (layer >= 0) & (layer < self.num_layers)
+        pages = self.physical_pages(jnp.where(written, slots // self.page_size, 0), layer)
+        pages = jnp.where(written, pages, array.shape[0])
+        elements = slice(first, first + rows.shape[slots.ndim])
+        return array.at[pages, slots % self.page_size, elements].set(rows, mode="drop")
+
+    def move(
+        self, array: Shaped[Array, "pages P ..."], src: Int[Array, "n"], dst: Int[Array, "n"]
+    ) -> Shaped[Array, "pages P ..."]:
+        """``array`` with the rows of ``src`` at ``dst`` in every layer; all reads happen before all writes.
+
+        A pair with either slot outside the layer moves nothing.
+        """
+        readable = self.inside(src)
+        src, dst = jnp.where(readable, src, 0), jnp.where(readable, dst, -1)
+        layers = jnp.arange(self.num_layers, dtype=jnp.int32)[:, None]
+        src, dst = (jnp.broadcast_to(slots, (self.num_layers, *slots.shape)) for slots in (src, dst))
+        rows = array[self.physical_pages(src // self.page_size, layers), src % self.page_size]
+        return self.scatter(array, rows, dst, layers)
 
 
-def read_latent(
-    pool: LatentPool,
-    page_table: Int[Array, "B W"],
-    starts: Int[Array, "B"],
-    num_tokens: int,
-    *,
-    layer: int | Int[Array, ""] = 0,
-) -> tuple[Float[Array, "B n R"], Float[Array, "B n E"]]:
-    """Read table slots ``starts[b] : starts[b] + num_tokens`` of each request back out, in the pool's dtype.
+@runtime_checkable
+class PagedPool(Protocol):
+    """What ``move_rows`` needs of a pool, a dataclass and pytree.
 
-    Slots past the table's end repeat its last entry; rows past a request's length hold whatever the page holds. The
-    caller masks both by length.
-
-    Raises:
-        ValueError: wrong shape, dtype, count or layer.
+    Attributes:
+        PAGED: names of the fields that are arrays ``[pages, P, ...]``.
+        placement: where their rows lie.
     """
-    pool.check_layer(layer)
-    _check_integers(page_table=page_table, starts=starts)
-    if page_table.ndim != 2:
-        raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W]")
-    if starts.shape != page_table.shape[:1]:
-        raise ValueError(f"starts has shape {starts.shape}, must be {page_table.shape[:1]}: [B] of page_table")
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens={num_tokens} must be an integer of at least 0")
-    slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    rows = pool.data[gather_index(pool, page_table, slots, layer)]
-    return rows[..., : pool.kv_lora_rank], rows[..., pool.kv_lora_rank :]
+
+    PAGED: ClassVar[tuple[str, ...]]
+
+    @property
+    def placement(self) -> Placement: ...
+
+    def check(self) -> None:
+        """ValueError unless the arrays are those of a pool."""
 
 
-def gather_index(
-    pool: LatentPool, page_table: Int[Array, "B W"], slots: Int[Array, "B n"], layer: int | Int[Array, ""]
-) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-    """Where table slots lie in ``pool.data``: (physical page, offset), both always in range.
-
-    A table entry outside ``[0, N)`` (tails may hold anything) is clipped before strides apply, so that a foreign id
-    cannot reach another layer or leave the pool.
-    """
-    column = jnp.clip(slots // pool.page_size, 0, page_table.shape[1] - 1)
-    pages = jnp.clip(jnp.take_along_axis(page_table, column, axis=1), 0, pool.num_pages - 1)
-    return pool.physical_pages(pages, layer), slots % pool.page_size
-
-
-def move_rows(pool: LatentPool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> LatentPool:
-    """Copy rows from slots ``src`` to slots ``dst`` in every layer; all reads happen before all writes.
+def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> Pool:
+    """Copy rows from slots ``src`` to slots ``dst`` in every layer of any pool; all reads happen before all writes.
 
     A pair with either slot outside ``[0, N * P)`` moves nothing. Used to bring the accepted branch of a draft tree
     into place.
+
+    Args:
+        pool: donate it at the outermost jit and the moves are in place.
+        src: slots to read, of any integer dtype.
+        dst: slots to write, different from each other where they exist.
+
+    Raises:
+        ValueError: wrong shapes or dtypes.
     """
-    if src.shape != dst.shape:
-        raise ValueError(f"src has shape {src.shape} and dst {dst.shape}: they must be equal")
-    _check_integers(src=src, dst=dst)
-    limit = pool.num_pages * pool.page_size
-    readable = (src >= 0) & (src < limit)
-    src, dst = jnp.where(readable, src, 0), jnp.where(readable, dst, -1)
-    layers = jnp.arange(pool.num_layers, dtype=jnp.int32)[:, None]
-    src, dst = (jnp.broadcast_to(slots, (pool.num_layers, *slots.shape)) for slots in (src, dst))
-    rows = pool.data[pool.physical_pages(src // pool.page_size, layers), src % pool.page_size]
-    return _scatter(pool, rows, dst, layers)
-
-
-def _scatter(pool: LatentPool, rows: Float[Array, "... C"], slots: Int[Array, "..."], layer) -> LatentPool:
-    # A negative index would wrap to the end of the pool before mode="drop" looks at it, and a slot past its layer
-    # would land in the next one: both are sent to the first index that does not exist. So are all slots of a layer
-    # that does not exist.
-    layer = jnp.asarray(layer)
-    inside = (slots >= 0) & (slots < pool.num_pages * pool.page_size) & (layer >= 0) & (layer < pool.num_layers)
-    pages = pool.physical_pages(jnp.where(inside, slots // pool.page_size, 0), layer)
-    pages = jnp.where(inside, pages, pool.data.shape[0])
-    return dataclasses.replace(pool, data=pool.data.at[pages, slots % pool.page_size].set(rows, mode="drop"))
-
-
-def _check_rows(pool, latent, rope, slots):
-    _check_integers(slots=slots)
-    if slots.ndim != 1:
-        raise ValueError(f"slots has shape {slots.shape}, must be [T]")
-    widths = pool.kv_lora_rank, pool.latent_dim - pool.kv_lora_rank
-    for name, array, width in (("latent", latent, widths[0]), ("rope", rope, widths[1])):
-        shape = (slots.shape[0], width)
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, must be {shape}: rows of slots, width of the pool")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {array.dtype}, must be a floating dtype")
-
-
-def _check_integers(**arrays):
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")
+    pool.check()
+    src, dst = as_int32("src", src), as_int32("dst", dst)
+    if src.ndim != 1 or src.shape != dst.shape:
+        raise ValueError(f"src has shape {src.shape} and dst {dst.shape}: they must be equal, [n]")
+    return dataclasses.replace(
+        pool, **{name: pool.placement.move(getattr(pool, name), src, dst) for name in pool.PAGED}
+    )

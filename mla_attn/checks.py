@@ -27,10 +27,11 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
     Booleans, floats of whole value, strings and JAX arrays are refused: none of them is a static integer.
     """
-    if not _is_integer(value) or value < least or (most is not None and value > most):
+    value = int(value) if _is_integer(value) else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name}={value!r} must be an integer {allowed}")
-    return int(value)
+    return value
 
 
 def check_integers(name: str, values: Any) -> list[int]:

@@ -65,7 +65,7 @@ def test_soft_caps_and_windows():
 @pytest.mark.parametrize("value", [2, np.int16(2), np.array(2), jnp.int32(2), jnp.uint8(2)])
 def test_an_index_is_checked_where_it_is_known(value, unchecked):
     assert checks.check_index("step", value, 0, 2) == 2
-    with pytest.raises(ValueError, match=r"step=\S*2\S* must be an integer from 0 to 1"):
+    with pytest.raises(ValueError, match="step=2 must be an integer from 0 to 1"):
         checks.check_index("step", value, 0, 1)
     traced = jax.jit(lambda step: checks.check_index("step", step, 0, 1))(value)
     assert (traced, traced.dtype) == (2, jnp.int32)

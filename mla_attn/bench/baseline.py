@@ -14,7 +14,7 @@ def dense_gather(q_latent, q_rope, pool, metadata, spec, *, layer):
     """``(out [T, H, R], lse float32 [T, H])`` of a dense block of S causal rows per request."""
     m = metadata
     batch, width = m.page_table.shape
-    pages = pool.physical_pages(jnp.clip(m.page_table, 0, pool.num_pages - 1), layer)
+    pages = pool.placement.physical_pages(jnp.clip(m.page_table, 0, pool.num_pages - 1), layer)
     slots = jnp.arange(width * pool.page_size, dtype=jnp.int32)
     held = (slots[None] < m.kv_lens[:, None])[..., None]
     rows = jnp.where(held, pool.data[pages].reshape(batch, slots.shape[0], -1), 0)

@@ -13,7 +13,7 @@ import jax
 from mla_attn.bench import baseline, model, report, serve
 from mla_attn.bench.run import default_implementations, run
 from mla_attn.bench.shapes import GRAMMAR, SETS, Shape, parse_lengths, parse_shape
-from mla_attn.cache.latent import POOL_DTYPES
+from mla_attn.cache.formats import FORMATS
 from mla_attn.dispatch import NAMES
 
 # Options that not all of them take: the bench of shapes, that of --model, and --serve.
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", default="1,16,64", metavar="B,B", help="batches of --model (default 1,16,64)")
     add("--kv-len", type=int, default=4096, metavar="N", help="tokens of each request of --model (default 4096)")
     add("--page-size", type=int, default=64, metavar="P", help="tokens per page (default 64)")
-    add("--dtype", choices=POOL_DTYPES, default="bfloat16", help="of pool and queries (default bfloat16)")
+    add("--dtype", choices=tuple(FORMATS), default="bfloat16", help="of pool and queries (default bfloat16)")
     add("--latent", default="512+64", metavar="R+E", help="latent and rope channels (default 512+64)")
     add(
         "--implementation",

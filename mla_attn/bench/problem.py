@@ -109,7 +109,7 @@ def expected(problem: Problem, layer: int) -> Expected:
 
     per_head = jax.jit(jax.vmap(attend, in_axes=(1, 1, None), out_axes=1))
     out, lse = per_head(problem.q_latent[rows], problem.q_rope[rows], pool)
-    pages = pool.data[pool.physical_pages(jnp.clip(metadata.page_table, 0, pool.num_pages - 1), layer)]
+    pages = pool.data[pool.placement.physical_pages(jnp.clip(metadata.page_table, 0, pool.num_pages - 1), layer)]
     v_max = np.abs(np.asarray(pages[..., : pool.kv_lora_rank]).astype(np.float32)).max(axis=-1)
     v_max = v_max.reshape(len(chosen), -1)
     common = np.arange(v_max.shape[1]) < kv_lens[:, None] - q_len + 1

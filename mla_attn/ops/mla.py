@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_attn.cache.latent import LatentPool
+from mla_attn.cache import LatentPool
 from mla_attn.checks import check_array, check_out_dtype, check_shape, check_type
 from mla_attn.dispatch import Implementation, choose, current_device
 from mla_attn.metadata import AttentionMetadata
@@ -113,7 +113,7 @@ def mla_attention(
         ValueError: wrong shape, dtype or static value, when traced.
         NotImplementedError: no implementation (or not the named one) serves the call, with the reason.
     """
-    _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer)
+    _check(q_latent, q_rope, pool, metadata, spec, tree_mask)
     check_out_dtype(out_dtype)
     metadata, tree_mask = jax.tree.map(jnp.asarray, (metadata, tree_mask))  # NumPy's cannot be indexed while traced
     out_dtype = np.dtype(q_latent.dtype if out_dtype is None else out_dtype)
@@ -126,7 +126,7 @@ def mla_attention(
             pool,
             metadata,
             spec,
-            layer=jnp.asarray(layer, jnp.int32),
+            layer=jnp.asarray(pool.placement.check_layer(layer)),
             causal=causal,
             tree_mask=tree_mask,
             batch_invariant=batch_invariant,
@@ -184,7 +184,7 @@ def _call(pool, metadata, spec, causal, tree, batch_invariant) -> MLACall:
     )
 
 
-def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):
+def _check(q_latent, q_rope, pool, metadata, spec, tree_mask):
     rows = metadata.slots.shape[0]
     check_shape("q_latent", q_latent, (rows, spec.num_heads, spec.kv_lora_rank), "T of metadata.slots, spec's H and R")
     check_shape("q_rope", q_rope, (rows, spec.num_heads, spec.qk_rope_head_dim), "T of metadata.slots, spec's H and E")
@@ -204,7 +204,6 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask, layer):
         raise ValueError(f"metadata.page_table has shape {metadata.page_table.shape}: W must be at least 1")
     if metadata.max_q_len < 1 or metadata.kv_stride < 1:
         raise ValueError(f"max_q_len={metadata.max_q_len} and kv_stride={metadata.kv_stride} must be at least 1")
-    pool.check_layer(layer)
     if tree_mask is not None:
         check_array("tree_mask", tree_mask)
         if tree_mask.ndim != 3:

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from mla_attn.cache.placement import read_latent
+from mla_attn.cache import read_latent
 from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 

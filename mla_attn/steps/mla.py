@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_attn.cache.latent import LatentPool
-from mla_attn.cache.placement import read_latent, write_latent
+from mla_attn.cache import LatentPool, read_latent, write_latent
 from mla_attn.checks import INT32_MAX, check_integer, check_number, check_shape
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.checks import check_pool

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jax import lax
 
-from mla_attn.cache.placement import gather_index
 from mla_attn.xla.blockwise import Batch, Rules, block_keys, blockwise_attention, make_plan
 
 
@@ -39,12 +38,13 @@ def _fetch(pool, page_table, layer, block: int):
 
     def fetch(requests, first_slots, seen):
         columns = first_slots[:, None] + jnp.arange(0, block, pool.page_size, dtype=jnp.int32)[None]
-        physical, _ = gather_index(pool, page_table[requests], columns, layer)
+        physical, _ = pool.placement.locate_table_slots(page_table[requests], columns, layer)
         if requests.shape[0] == 1 and pages <= 16:
             rows = jnp.concatenate([lax.dynamic_index_in_dim(pool.data, p) for p in physical[0]], axis=1)
         else:
             rows = pool.data[physical].reshape(requests.shape[0], block, -1)
-        rows = jnp.where(seen[:, :, None], rows, jnp.zeros((), rows.dtype))[:, :, None]
-        return rows, rows[..., : pool.kv_lora_rank]
+        keys = pool.decode(rows)
+        keys = jnp.where(seen[:, :, None], keys, jnp.zeros((), keys.dtype))[:, :, None]
+        return keys, keys[..., : pool.kv_lora_rank]
 
     return fetch

@@ -120,9 +120,47 @@ def test_layers_that_do_not_exist(layer):
         lambda: write_latent(pool, *rows, slots, layer=layer),
         lambda: read_latent(pool, jnp.zeros((1, 1), int), jnp.zeros(1, int), 3, layer=layer),
     ):
-        with pytest.raises(ValueError, match=f"layer={layer} must be 0 to {LAYERS - 1}"):
+        with pytest.raises(ValueError, match=f"layer={layer} must be an integer from 0 to {LAYERS - 1}"):
             call()
     same_bits(write(pool, *rows, slots, layer), pool.data)
+
+
+@pytest.mark.parametrize("layer", [np.int64(LAYERS), np.array(LAYERS), jnp.int32(LAYERS), jnp.uint8(LAYERS)])
+def test_layers_are_checked_where_their_values_are_known(unchecked, layer):
+    pool, rows, slots = make_pool(6), new_rows(6, 2), jnp.asarray([3, 12])
+    with pytest.raises(ValueError, match=f"layer={LAYERS} must be an integer from 0 to {LAYERS - 1}"):
+        write_latent(pool, *rows, slots, layer=layer)
+    same_bits(write_latent(pool, *rows, slots, layer=layer - 1), written(pool, *rows, [3, 12], LAYERS - 1))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int64"])
+def test_integers_of_any_width(unchecked, dtype):
+    """2,000 pages of 64 tokens: many pages and most slots are too large for a narrow integer, and none wraps."""
+    pages, page, held = 2000, 64, np.iinfo(dtype)
+    data = jnp.arange(pages * page, dtype=jnp.float32).reshape(pages, page, 1).repeat(3, axis=2)
+    pool = LatentPool(data, 1, pages, 2)
+    last_page, last = min(held.max, pages - 1), min(held.max, pages * page - 1)
+    with jax.enable_x64(True):
+        outside = [held.min] * (held.min < 0) + [held.max] * (held.max > last)
+        table, starts, slots = ([[3, last_page]], [63], [5, last, *outside])
+        for array in (np.array, jnp.array):
+            latent, rope = read_latent(pool, array(table, dtype), array(starts, dtype), 66)
+            want = [3 * page + 63, *range(last_page * page, last_page * page + page), last_page * page]
+            assert latent[0, :, 0].tolist() == rope[0, :, 0].tolist() == want
+            rows = jnp.full((len(slots), 2), -1.0), jnp.full((len(slots), 1), -1.0)
+            got = np.asarray(write_latent(pool, *rows, array(slots, dtype)).data)
+            assert np.flatnonzero((got == -1).all(axis=-1)).tolist() == [5, last]
+            moved = move_rows(pool, array([5, *outside], dtype), array([last, *outside], dtype)).data
+            assert np.flatnonzero((moved != data).any(axis=-1)).tolist() == [last]
+            assert moved.reshape(-1, 3)[last].tolist() == [5] * 3
+
+
+def test_starts_past_any_table_repeat_its_last_entry():
+    pool = make_pool(21)
+    got = read_latent(pool, jnp.asarray([[0, 3]]), jnp.asarray([INT32.max]), 2 * PAGE)
+    last = np.asarray(pool.data)[3]
+    rows = np.concatenate(got, axis=-1)[0]
+    assert all(row.tobytes() in {r.tobytes() for r in last} for row in rows)
 
 
 def test_rows_are_rounded_to_the_pool():
@@ -217,6 +255,90 @@ def test_moving_along_a_chain_and_in_a_circle():
         same_bits(move_rows(pool, jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32)), want.reshape(-1, PAGE, 7))
 
 
+# Rows of other systems: wider than R + E, the rope part anywhere after the latent part.
+
+WIDE = [(RANK + ROPE, RANK), (12, RANK), (12, 8), (12, 10)]
+
+
+def wide_pool(width, rope_offset, dtype=jnp.float32):
+    """All NaN, so that what is not written is seen to have no influence."""
+    array = jnp.full((PAGES, PAGE, width), jnp.nan, dtype)
+    pool = LatentPool.of(array, kv_lora_rank=RANK, rope_dim=ROPE, rope_offset=rope_offset)
+    assert pool.data is array
+    return pool
+
+
+@pytest.mark.parametrize("width, rope_offset", WIDE)
+def test_rows_of_other_systems(width, rope_offset):
+    """What is written is read; elements beside the two parts keep their bits, and rows move whole."""
+    pool = wide_pool(width, rope_offset)
+    assert (pool.latent_dim, pool.row_width, pool.rope_offset, pool.num_layers) == (7, width, rope_offset, 1)
+    latent, rope = new_rows(20, 4)
+    slots = [14, 0, -1, 7]
+    got = write(pool, latent, rope, jnp.asarray(slots), 0)
+    want = np.asarray(pool.data).copy().reshape(SLOTS, width)
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            want[slot, :RANK], want[slot, rope_offset : rope_offset + ROPE] = latent[i], rope[i]
+    same_bits(got, want)
+    read = read_latent(got, jnp.asarray([[3, 0]]), jnp.asarray([2]), 3)
+    for part, rows in zip(read, (latent, rope), strict=True):
+        assert (part[0, ::2] == rows[:2]).all() and np.isnan(part[0, 1]).all()
+    want[1] = want[14]
+    same_bits(move(got, jnp.asarray([14]), jnp.asarray([1])), want)
+
+
+@pytest.mark.parametrize("width, rope_offset", WIDE)
+def test_wide_rows_are_written_in_place(width, rope_offset):
+    pool = jax.eval_shape(lambda: dataclasses.replace(wide_pool(width, rope_offset), num_pages=2**16))
+    pool = dataclasses.replace(pool, data=jax.ShapeDtypeStruct((2**16, PAGE, width), jnp.float32))
+    rows, slots = jax.eval_shape(lambda: new_rows(0, 4)), jax.ShapeDtypeStruct((4,), jnp.int32)
+    memory = jax.jit(write_latent, donate_argnums=0).lower(pool, *rows, slots).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * pool.data.size and memory.temp_size_in_bytes < 2**12
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"array": jnp.zeros((PAGES, 12))}, r"array has shape \(4, 12\), must be \[N, P, row_width\]"),
+        (
+            {"array": jnp.zeros((PAGES, PAGE, 12), jnp.float8_e4m3fn)},
+            "data.dtype=float8_e4m3fn must be one of",
+        ),
+        ({"array": [[[1.0]]]}, "array is a list, must be an array"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank=0 must be an integer of at least 1"),
+        ({"rope_dim": 2.0}, "rope_dim=2.0 must be an integer of at least 0"),
+        ({"rope_offset": RANK - 1}, "rope_offset=4 must be an integer of at least 5"),
+        ({"rope_offset": 11}, r"pool.data has shape \(4, 4, 12\), must have rows of 13 elements for rope_dim=2 at"),
+        ({"kv_lora_rank": 11}, "must have rows of 13 elements"),
+        ({"kv_lora_rank": 13, "rope_dim": None}, "rope_dim=-1 must be an integer of at least 0"),
+    ],
+)
+def test_errors_of_arrays_of_others(unchecked, change, message):
+    call = {"array": jnp.zeros((PAGES, PAGE, 12)), "kv_lora_rank": RANK, "rope_dim": ROPE, **change}
+    with pytest.raises(ValueError, match=message):
+        LatentPool.of(call.pop("array"), **call)
+
+
+def test_all_that_follows_the_latent_part_is_rope_unless_said():
+    assert LatentPool.of(jnp.zeros((1, 4, 12)), kv_lora_rank=RANK).rope_dim == 7
+    assert LatentPool.of(jnp.zeros((1, 4, 12)), kv_lora_rank=RANK, rope_offset=8).rope_dim == 4
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "int32", "uint8"])
+def test_pools_of_other_dtypes_are_refused(unchecked, dtype):
+    """Made by hand: they would be read, written or multiplied as they are."""
+    pool = LatentPool(jnp.zeros((PAGES, PAGE, RANK + ROPE), dtype), 1, PAGES, RANK)
+    slots = jnp.asarray([1, 2])
+    for call in (
+        lambda: write_latent(pool, *new_rows(0, 2), slots),
+        lambda: read_latent(pool, slots[None], slots[:1], 2),
+        lambda: move_rows(pool, slots, slots),
+    ):
+        with pytest.raises(ValueError, match=f"pool.data.dtype={dtype} must be one of bfloat16, float32"):
+            call()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -227,7 +349,12 @@ def test_moving_along_a_chain_and_in_a_circle():
         ({"slots": jnp.zeros((2, 1), int)}, r"slots has shape \(2, 1\), must be \[T\]"),
         ({"slots": jnp.zeros(2)}, "slots has dtype float32, must be an integer dtype"),
         ({"latent": jnp.zeros((2, 5), int)}, "latent has dtype int32, must be a floating dtype"),
+        (
+            {"latent": jnp.zeros((2, 5), jnp.float8_e5m2)},
+            "latent has dtype float8_e5m2, must be a floating",
+        ),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
+        ({"layer": True}, "layer=True must be an integer"),
         ({"layer": jnp.zeros(1, int)}, r"layer is int32\[1\], must be one integer"),
     ],
 )
@@ -240,15 +367,17 @@ def test_errors(unchecked, change, message):
 
 def test_errors_of_reads_and_moves(unchecked):
     pool = make_pool(15)
-    with pytest.raises(ValueError, match=r"src has shape \(2,\) and dst \(3,\): they must be equal"):
-        move_rows(pool, jnp.zeros(2, int), jnp.zeros(3, int))
+    for shapes in ((2, 3), ((2, 1), (2, 1)), ((), ())):
+        with pytest.raises(ValueError, match=r"src has shape .* and dst .*: they must be equal, \[n\]"):
+            move_rows(pool, *(jnp.zeros(shape, int) for shape in shapes))
     with pytest.raises(ValueError, match="dst has dtype float32, must be an integer dtype"):
         move_rows(pool, jnp.zeros(2, int), jnp.zeros(2))
-    with pytest.raises(ValueError, match="num_tokens=-1 must be an integer of at least 0"):
+    with pytest.raises(ValueError, match="num_tokens=-1 must be an integer from 0"):
         read_latent(pool, jnp.zeros((1, 1), int), jnp.zeros(1, int), -1)
     with pytest.raises(ValueError, match=r"starts has shape \(2,\), must be \(1,\)"):
         read_latent(pool, jnp.zeros((1, 1), int), jnp.zeros(2, int), 3)
-    with pytest.raises(ValueError, match=r"page_table has shape \(4,\), must be \[B, W\]"):
-        read_latent(pool, jnp.zeros(4, int), jnp.zeros(2, int), 3)
+    for shape in (4, (1, 0)):
+        with pytest.raises(ValueError, match=r"page_table has shape .*, must be \[B, W\] with W at least 1"):
+            read_latent(pool, jnp.zeros(shape, int), jnp.zeros(1, int), 3)
     with pytest.raises(ValueError, match="page_table has dtype float32, must be an integer dtype"):
         read_latent(pool, jnp.zeros((1, 1)), jnp.zeros(1, int), 3)

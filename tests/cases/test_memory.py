@@ -24,7 +24,6 @@ from cases.paged import (
 )  # fmt: skip
 from mla_attn import metadata as build
 from mla_attn.cache import LatentPool, move_rows, write_latent
-from mla_attn.cache.placement import gather_index
 from mla_attn.ops import merge_states, mla_attention
 from mla_attn.specs import MLASpec
 
@@ -47,14 +46,17 @@ def test_c07_addresses():
         assert page * PAGE * WIDTH < limit < (page + 1) * PAGE * WIDTH
     slots = jnp.arange(LENGTH, dtype=jnp.int32)[None]
     for place in PLACES:
-        pages, offsets = gather_index(pool, ints([place]), slots, 0)
+        pages, offsets = pool.placement.locate_table_slots(ints([place]), slots, 0)
         assert pages[0].tolist() == np.repeat(place, PAGE).tolist()
         assert offsets[0].tolist() == [*range(PAGE)] * 2
         metadata = build.for_decode(ints([place]), ints([LENGTH]), page_size=PAGE)
         assert metadata.slots.tolist() == [place[1] * PAGE + PAGE - 1]
         # Layers: the same page of the last of four layers that share the array.
         shared = dataclasses.replace(pool, num_layers=4, num_pages=PAGES // 4, layer_stride=PAGES // 4)
-        assert shared.physical_pages(ints(place[0] % (PAGES // 4)), 3).tolist() == place[0] % (PAGES // 4) + 87_450
+        assert (
+            shared.placement.physical_pages(ints(place[0] % (PAGES // 4)), 3).tolist()
+            == place[0] % (PAGES // 4) + 87_450
+        )
 
 
 def programs():

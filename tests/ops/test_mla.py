@@ -11,6 +11,7 @@ import pytest
 
 import helpers
 import mla_attn.xla.mla
+from mla_attn.cache import LatentPool
 from mla_attn.ops import mla_attention
 from ops.base import MLATests
 from ops.lanes import QUICK, shrink
@@ -87,10 +88,14 @@ def test_the_call_without_changes_is_right(call):
         ({"q_latent": zeros(4, 2, 32, dtype=int)}, "q_latent has dtype int32, must be a floating"),
         ({"q_rope": zeros(4, 2, 16, dtype=jnp.bfloat16)}, "q_rope has dtype bfloat16, must be q_latent's float32"),
         ({"spec": {"num_heads": 3}}, r"q_latent has shape \(4, 2, 32\), must be \(4, 3, 32\)"),
-        ({"pool": {"kv_lora_rank": 40}}, r"pool stores 40 latent \+ 8 rope channels per token, but spec has 32 \+ 16"),
-        ({"layer": 2}, "layer=2 must be 0 to 1"),
-        ({"layer": -1}, "layer=-1 must be 0 to 1"),
-        ({"layer": np.int32(2)}, "layer=2 must be 0 to 1"),
+        ({"pool": {"kv_lora_rank": 24}}, r"pool stores 24 latent \+ 16 rope channels per token, but spec has 32 \+ 16"),
+        ({"layer": 2}, "layer=2 must be an integer from 0 to 1"),
+        ({"layer": -1}, "layer=-1 must be an integer from 0 to 1"),
+        ({"layer": np.int32(2)}, "layer=2 must be an integer from 0 to 1"),
+        (
+            {"pool": {"data": jnp.zeros((99, 4, 48), jnp.float8_e4m3fn)}},
+            "pool.data.dtype=float8_e4m3fn must be one of bfloat16, float32",
+        ),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
         ({"layer": zeros(1, dtype=int)}, r"layer is int32\[1\], must be one integer"),
         ({"layer": zeros()}, r"layer is float32\[\], must be one integer"),
@@ -151,12 +156,25 @@ def test_nan_is_not_taken_for_no_key(implementation, what):
     if what == "query":
         q_latent = q_latent.at[0].set(np.nan)
     else:
-        page = pool.physical_pages(batch.metadata.page_table[0, 0], batch.layer)
+        page = pool.placement.physical_pages(batch.metadata.page_table[0, 0], batch.layer)
         pool = dataclasses.replace(pool, data=pool.data.at[page, 0].set(np.nan))
     options = {"layer": batch.layer, "return_lse": True, "implementation": implementation}
     out, lse = mla_attention(q_latent, batch.q_rope, pool, batch.metadata, batch.spec, **options)
     assert jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
     assert jnp.isfinite(out[1:3]).all()
+
+
+@pytest.mark.parametrize("width, rope_offset", [(64, 32), (64, 40)])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_rows_of_other_systems(implementation, width, rope_offset):
+    """Rows wider than R + E, NaN beside the two parts: equal bits to rows of R + E, without a copy of the pool."""
+    batch = helpers.poisoned_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+    array = np.full((*batch.pool.data.shape[:2], width), np.nan, np.float32)
+    array[..., :32], array[..., rope_offset : rope_offset + 16] = batch.pool.data[..., :32], batch.pool.data[..., 32:]
+    wide = LatentPool.of(jnp.asarray(array), kv_lora_rank=32, rope_dim=16, rope_offset=rope_offset)
+    attend = functools.partial(mla_attention, spec=batch.spec, implementation=implementation)
+    want, got = (attend(batch.q_latent, batch.q_rope, pool, batch.metadata) for pool in (batch.pool, wide))
+    assert np.asarray(got).tobytes() == np.asarray(want).tobytes() and np.isfinite(got).all()
 
 
 def test_in_double_precision():
