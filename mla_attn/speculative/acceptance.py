@@ -32,7 +32,7 @@ def accept_greedy(drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_
     """Accept drafts as long as they equal the target's greedy tokens (arXiv:2211.17192 at temperature 0).
 
     Args:
-        drafts: drafted tokens; -1 stands for no draft and is never accepted.
+        drafts: drafted tokens; -1 is no draft and is never accepted.
         targets: greedy token of the target after each row (anchor first), [B, K + 1].
         q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
     """
@@ -65,7 +65,7 @@ def accept_sampled(
 
     Args:
         keys: a random key per request, so that a request's tokens do not depend on its batch.
-        drafts: drafted tokens; -1 stands for no draft and is never accepted.
+        drafts: drafted tokens; -1 is no draft and is never accepted.
         draft_probs: q, the distributions that the drafts were drawn from; None if they were not drawn but chosen
             (greedy or top-k drafts), so that q is one at the draft and zero elsewhere.
         target_probs: p after each row (anchor first), [B, K + 1, vocab].

@@ -1,7 +1,7 @@
 """Draft trees: their shape, their masks, and the path the target model accepts.
 
 Row 0 of a request is the anchor, the last emitted token; the other rows are drafts, parents before children. Row i of
-the verify call is cached at position ``prefix + i`` and *stands* (for rotary embeddings) at ``prefix + depth``. The
+the verify call is cached at position ``prefix + i``; its position (for rotary embeddings) is ``prefix + depth``. The
 accepted path is then brought into place by ``move_rows``.
 """
 
@@ -169,7 +169,7 @@ def accept_tree(
     the probability of its token.
 
     Args:
-        tokens: token of each row, the anchor first; -1 stands for no draft and is never accepted.
+        tokens: token of each row, the anchor first; -1 is no draft and is never accepted.
         parents: parent row of each row, -1 for the anchor.
         targets: the target's token after each row.
         q_lens: rows of each request in the verify call; 0 on padding rows. Rows past it are no drafts.

@@ -37,7 +37,7 @@ jitted = types.SimpleNamespace(
 
 def rows_of(q_lens, num_tokens, *, packed):
     """First row of each request."""
-    return [sum(q_lens[:b]) if packed else b * num_tokens for b in range(len(q_lens))]
+    return [sum(max(n, 0) for n in q_lens[:b]) if packed else b * num_tokens for b in range(len(q_lens))]
 
 
 def by_hand(table, prefix_lens, q_lens, *, num_tokens, page_size, num_rows, packed, max_len=None, page_map=None):
@@ -50,12 +50,13 @@ def by_hand(table, prefix_lens, q_lens, *, num_tokens, page_size, num_rows, pack
     made |= {"slots": [-1] * num_rows, "positions": [0] * num_rows}
     for b, start in enumerate(starts):
         rows = 0
-        for j in range(q_lens[b]):
+        for j in range(min(q_lens[b], num_tokens)):
             position = prefix_lens[b] + j
             if 0 <= position < max_len and prefix_lens[b] >= 0:
                 page = table[b][position // page_size]
-                made["positions"][start + j] = position
-                made["slots"][start + j] = page * page_size + position % page_size if page >= 0 else -1
+                if start + j < num_rows:
+                    made["positions"][start + j] = position
+                    made["slots"][start + j] = page * page_size + position % page_size if page >= 0 else -1
                 rows += 1
         made["q_lens"].append(rows)
         made["kv_lens"].append(prefix_lens[b] + rows if rows else 0)
@@ -67,6 +68,8 @@ def assert_equal(metadata, made):
     for name, want in made.items():
         got = np.asarray(getattr(metadata, name))
         assert got.dtype == np.int32
+        if name == "q_starts":  # what begins past the end of the call begins anywhere there
+            got, want = (np.minimum(x, len(made["slots"])) for x in (got, want))
         if name == "slots":  # a page outside the pool may give any slot outside it
             got, want = (np.where((np.asarray(x) < 0) | (np.asarray(x) >= PAGES * 4), -1, x) for x in (got, want))
         np.testing.assert_array_equal(got, want, err_msg=name)
@@ -165,6 +168,82 @@ def test_builders_equal_a_plain_construction(mode, tokens, num_rows, max_len, vi
     run()
 
 
+@pytest.mark.parametrize(
+    "mode, tokens, num_rows",
+    [
+        ("decode", 1, None),
+        ("verify", 3, 14),
+        ("draft_extend", 3, None),
+        ("draft_extend", 3, 12),
+        ("draft_decode", 1, None),
+        ("extend", 7, 30),
+        ("mixed", 7, 28),
+    ],
+)
+def test_wrong_lengths_harm_their_own_request_alone(mode, tokens, num_rows):
+    """Negative ones count as 0 and have no rows; too many rows are cut, but begin and end where the caller put them."""
+    options = {"page_size": 4}
+    options |= {"S": tokens, "num_rows": num_rows} if tokens > 1 else {}
+    wrong = st.sampled_from([-1, -3, INT32.min, INT32.min + 1, 9, 21, 2**30, 2**31 - 3, INT32.max])
+
+    @hypothesis.settings(deadline=None, max_examples=60)
+    @hypothesis.given(
+        lens=st.lists(st.one_of(st.integers(0, 20), wrong), min_size=BATCH, max_size=BATCH),
+        q_lens=st.lists(st.one_of(st.integers(0, tokens), wrong), min_size=BATCH, max_size=BATCH),
+    )
+    def run(lens, q_lens):
+        table = np.random.default_rng(0).permutation(PAGES)[: BATCH * WIDTH].reshape(BATCH, WIDTH)
+        metadata = build_raw(i32(*table), i32(*lens), i32(*q_lens), mode=mode, options=tuple(options.items()))
+        prefix_lens = list(lens)
+        if mode == "decode":
+            q_lens = [int(n > 0) for n in lens]
+        if mode == "draft_decode":
+            prefix_lens = [n + 2 if n >= 0 else -1 for n in lens]
+        elif mode != "verify":
+            prefix_lens = [n - max(q, 0) if n >= 0 else -1 for n, q in zip(lens, q_lens, strict=True)]
+        rows = BATCH * tokens if num_rows is None else num_rows
+        layout = {"num_tokens": tokens, "num_rows": rows, "packed": num_rows is not None, "page_size": 4}
+        assert_equal(metadata, by_hand(table.tolist(), prefix_lens, q_lens, **layout))
+
+    run()
+
+
+# Each builder with its arguments as they are; ``draft_decode`` at step 2.
+RAW_MODES = {
+    "decode": lambda table, lens, q_lens, **options: md.for_decode(table, lens, **options),
+    "verify": lambda table, lens, q_lens, *, S, **options: md.for_target_verify(
+        table, lens, num_tokens=S, q_lens=q_lens, **options
+    ),
+    "draft_extend": lambda table, lens, q_lens, *, S, **options: md.for_draft_extend(
+        table, lens, q_lens, max_q_len=S, **options
+    ),
+    "draft_decode": lambda table, lens, q_lens, **options: md.for_draft_decode(
+        table, lens, 2, q_lens=q_lens, **options
+    ),
+    "extend": lambda table, lens, q_lens, *, S, **options: md.for_extend(table, lens, q_lens, max_q_len=S, **options),
+    "mixed": lambda table, lens, q_lens, *, S, **options: md.for_mixed(table, lens, q_lens, max_q_len=S, **options),
+}
+
+
+@functools.partial(jax.jit, static_argnames=("mode", "options"))
+def build_raw(table, lens, q_lens, *, mode, options):
+    return RAW_MODES[mode](table, lens, q_lens, **dict(options))
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint32])
+def test_rows_that_are_not_active_are_padding(unchecked, dtype):
+    """Systems that fill padding with a length of 1 say which rows are requests."""
+    table = i32([3, 1], [2, 0], [5, 4])
+    active = np.array([1, 0, 1], dtype)
+    got = host(lambda: md.for_decode(table, i32(6, 1, 1), page_size=4, active=active))
+    want = host(lambda: md.for_decode(table, i32(6, 0, 1), page_size=4))
+    assert got.q_lens.tolist() == [1, 0, 1] and got.slots.tolist() == [5, -1, 20]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for wrong in (active[:2], active.astype(np.float32), [True, False, True]):
+        with pytest.raises(ValueError, match=r"active (has (shape|dtype)|is a list)"):
+            md.for_decode(table, i32(6, 1, 1), page_size=4, active=wrong)
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 def test_page_sizes(page_size):
     table = np.random.default_rng(0).permutation(12).reshape(3, 4)
@@ -229,7 +308,7 @@ def test_near_the_limit_only_what_fits_is_written():
     assert metadata.slots.tolist() == [-1] * 8 and metadata.kv_lens.tolist() == [0, 0]
 
 
-def test_a_tree_stands_by_depth_and_is_cached_by_row():
+def test_rows_of_a_tree_have_positions_by_depth_and_are_cached_by_row():
     """Anchor, two drafts side by side, one below the first: rows at prefix + row, positions at prefix + depth."""
     table, prefix = i32([3, 1, 2], [0, 4, 5]), i32(6, 3)
     metadata = jitted.for_target_verify(
@@ -244,7 +323,7 @@ def test_a_tree_stands_by_depth_and_is_cached_by_row():
         table, prefix, num_tokens=4, page_size=4, depths=i32(0, 1, 1, 2), q_lens=i32(1, 4), num_rows=6
     )
     assert packed.positions.tolist() == [6, 3, 4, 4, 5, 0]
-    # Levels of 2 and 4 nodes: the second level stands one further and is cached behind the first.
+    # Levels of 2 and 4 nodes: the second level is one further and is cached behind the first.
     first = jitted.for_draft_decode(table, prefix, 0, page_size=4, num_tokens=2)
     assert (first.positions.tolist(), first.kv_lens.tolist()) == ([6, 6, 3, 3], [8, 5])
     second = jitted.for_draft_decode(table, prefix, 1, page_size=4, num_tokens=4, num_drafted=2)
@@ -496,7 +575,7 @@ def test_page_table_from_tokens_of_any_width():
         assert part.tolist() == whole[:, :width].tolist()
     assert md.page_table_from_tokens(tokens, i32(0), page_size=1).tolist() == [tokens[0].tolist()]
     for width in (0, 7):
-        with pytest.raises(ValueError, match=f"table_width={width} must be 1 to 6"):
+        with pytest.raises(ValueError, match=f"table_width={width} must be an integer from 1 to 6"):
             md.page_table_from_tokens(tokens, i32(0), page_size=4, table_width=width)
     with pytest.raises(ValueError, match="page_size=0 must be an integer of at least 1"):
         md.page_table_from_tokens(tokens, i32(0), page_size=0)
@@ -516,11 +595,13 @@ def test_virtual_pages():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"page_size": 0}, "page_size=0 must be an integer of at least 1"),
-        ({"max_q_len": 0}, "max_q_len=0 must be an integer of at least 1"),
-        ({"num_rows": -1}, "num_rows=-1 must be an integer of at least 0"),
-        ({"max_len": 0}, r"max_len=0 must be 1 to W \* P = 20"),
-        ({"max_len": 21}, r"max_len=21 must be 1 to W \* P = 20"),
+        ({"page_size": 0}, "page_size=0 must be an integer from 1 to"),
+        ({"max_q_len": 0}, "max_q_len=0 must be an integer from 1 to"),
+        ({"num_rows": -1}, "num_rows=-1 must be an integer from 0 to"),
+        ({"max_len": 0}, "max_len=0 must be an integer from 1 to 20"),
+        ({"max_len": 21}, "max_len=21 must be an integer from 1 to 20"),
+        ({"max_len": 8.0}, "max_len=8.0 must be an integer from 1 to 20"),
+        ({"max_q_len": 2**31 - 1}, r"max_q_len=2147483647: B \* S = 4294967294 rows must be at most"),
         ({"q_lens": i32(1)}, r"q_lens has shape \(1,\), must be \(2,\)"),
         ({"seq_lens": i32(4, 5, 6), "q_lens": i32(1, 1, 1)}, r"seq_lens has shape \(3,\), must be \(2,\)"),
         ({"page_table": i32(0, 1)}, r"page_table has shape \(2,\), must be \[B, W\]"),
@@ -531,8 +612,8 @@ def test_virtual_pages():
         ({"page_map": jnp.ones(2)}, "page_map has dtype float32, must be an integer dtype"),
         ({"page_table": [[0], [1]]}, "page_table is a list, must be an array"),
         ({"page_table": i32([], [])}, r"page_table has shape \(2, 0\), must be \[B, W\] with W at least 1"),
-        ({"page_size": 4.0}, "page_size=4.0 must be an integer of at least 1"),
-        ({"max_q_len": 1.0}, "max_q_len=1.0 must be an integer of at least 1"),
+        ({"page_size": 4.0}, "page_size=4.0 must be an integer from 1 to"),
+        ({"max_q_len": 1.0}, "max_q_len=1.0 must be an integer from 1 to"),
     ],
 )
 def test_errors(unchecked, change, message):
@@ -623,14 +704,16 @@ VIOLATIONS = {
     "slots: twice": ({"slots": VALID.slots.at[6].set(19)}, "slots", 6, 19, "written twice"),
 }  # fmt: skip
 
-_checked = jax.jit(checkify.checkify(functools.partial(md.check_metadata, num_pages=8, page_size=4)))
+_check = functools.partial(md.check_metadata, num_pages=8)
+_checked = jax.jit(checkify.checkify(functools.partial(_check, page_size=4)))
 
 
 def test_valid_metadata_passes():
     md.check_metadata(VALID, num_pages=8, page_size=4)
     md.check_metadata(jax.tree.map(np.asarray, VALID), num_pages=8, page_size=4)
-    error, _ = _checked(VALID)
-    assert error.get() is None
+    for checked in (_checked, jax.jit(checkify.checkify(functools.partial(_check, window=2, page_size=4)))):
+        error, _ = checked(VALID)
+        assert error.get() is None
     # A window's pool has let go of the first page, and a stride of 3 makes few slots hold many positions.
     windowed = dataclasses.replace(VALID, kv_offsets=i32(4, 0, 0, 0), kv_lens=i32(16, 0, 4, 5))
     md.check_metadata(windowed, num_pages=8, page_size=4)
@@ -643,8 +726,59 @@ def test_valid_metadata_passes():
 def test_pages_are_those_of_the_builder():
     metadata = md.for_decode(TABLE, i32(*COMMITTED), page_size=16)
     assert metadata.page_size == 16
-    with pytest.raises(ValueError, match="page_size=8 must be metadata's 16"):
+    with pytest.raises(ValueError, match="metadata was built with page_size=16, but the pool has page_size=8"):
         md.check_metadata(metadata, num_pages=100, page_size=8)
+
+
+def test_without_causality_a_request_may_have_fewer_keys_than_rows():
+    fewer = dataclasses.replace(VALID, kv_lens=i32(1, 0, 4, 0))
+    md.check_metadata(fewer, num_pages=8, page_size=4, causal=False)
+    with pytest.raises(ValueError, match=r"kv_lens\[0\]=1: must be at least q_lens"):
+        md.check_metadata(fewer, num_pages=8, page_size=4)
+    with pytest.raises(ValueError, match=r"kv_lens\[3\]=-1: must be at least 0"):
+        negative = dataclasses.replace(VALID, kv_lens=i32(1, 0, 4, -1))
+        md.check_metadata(negative, num_pages=8, page_size=4, causal=False)
+
+
+@pytest.mark.parametrize("stride, offset", [(1, 0), (1, 3), (3, 0), (3, 2)])
+def test_pages_left_of_every_window_may_be_anything(stride, offset):
+    """A page counts if some row sees a key of it: found by looking at every key of every row."""
+    q_len, pages = 2, 4
+    for kv_len in range(1, pages * 4 * stride + offset):
+        for window in (1, 2, 5, 9, INT32.max):
+            metadata = md.AttentionMetadata(
+                q_starts=i32(0), q_lens=i32(min(q_len, kv_len)), kv_lens=i32(kv_len), kv_offsets=i32(offset),
+                page_table=i32([0] * pages), slots=i32(-1, -1), positions=i32(0, 0), work=i32(), max_q_len=q_len,
+                kv_stride=stride,
+            )  # fmt: skip
+            metadata = jax.tree.map(np.asarray, metadata)
+            first = kv_len - min(q_len, kv_len)
+            seen = {i // 4 for i in range(pages * 4) if first - window < offset + i * stride < kv_len}
+            for page in range(pages):
+                table = np.zeros((1, pages), np.int32)
+                table[0, page] = 99
+                broken = dataclasses.replace(metadata, page_table=table)
+                check = functools.partial(md.check_metadata, num_pages=8, page_size=4, window=window)
+                if page in seen:
+                    with pytest.raises(ValueError, match=rf"page_table\[\(0, {page}\)\]=99"):
+                        check(broken)
+                else:
+                    check(broken)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ({"window": 0}, "window=0 must be an integer from 1 to"),
+        ({"window": 2, "causal": False}, "window=2 with causal=False: a window needs causal=True"),
+        ({"num_pages": 0}, "num_pages=0 must be an integer of at least 1"),
+        ({"page_size": 4.0}, "page_size=4.0 must be an integer of at least 1"),
+        ({"metadata": dataclasses.replace(VALID, kv_stride=0)}, "kv_stride=0 must be an integer of at least 1"),
+    ],
+)
+def test_wrong_calls_of_the_check(unchecked, call, message):
+    with pytest.raises(ValueError, match=message):
+        md.check_metadata(**{"metadata": VALID, "num_pages": 8, "page_size": 4, **call})
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)

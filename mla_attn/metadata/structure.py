@@ -1,0 +1,59 @@
+"""What a step needs to know about its batch: the pytree that every op takes, and who owns which row."""
+
+import dataclasses
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionMetadata:
+    """Rows, lengths and pages of one call, for all layers.
+
+    Request b owns query rows ``q_starts[b] : q_starts[b] + q_lens[b]`` (0 rows allowed; ranges disjoint and ascending);
+    rows nobody owns are padding. Row j of request b has position ``kv_lens[b] - q_lens[b] + j``. Table slot i holds the
+    key at position ``kv_offsets[b] + i * kv_stride``.
+
+    Attributes:
+        q_starts: int32 [B], first query row of each request.
+        q_lens: int32 [B], query rows of each request.
+        kv_lens: int32 [B], keys the last query row may see, this call's tokens included.
+        page_table: int32 [B, W], page ids within a layer; entries past the length may hold anything.
+        kv_offsets: int32 [B], position of table slot 0 (windowed pools, context-parallel shards).
+        slots: int32 [T], where row t's key is written (``page * P + offset``); -1 writes nothing.
+        positions: int32 [T], position of row t, for rotary embeddings; 0 on padding.
+        work: work list of split-KV kernels, empty where an implementation needs none.
+        max_q_len: static bound S of ``q_lens``.
+        kv_stride: static position step between table slots.
+        work_plan: static, what ``work`` was made for by ``plan_mla``; None while it is empty.
+        page_size: static, tokens per page P that ``slots`` were counted with, so that another pool is refused; None if
+            made by hand without it.
+    """
+
+    q_starts: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
+    kv_lens: Int[Array, "B"]
+    page_table: Int[Array, "B W"]
+    kv_offsets: Int[Array, "B"]
+    slots: Int[Array, "T"]
+    positions: Int[Array, "T"]
+    work: Int[Array, "items"]
+    max_q_len: int = dataclasses.field(metadata={"static": True})
+    kv_stride: int = dataclasses.field(default=1, metadata={"static": True})
+    work_plan: Hashable = dataclasses.field(default=None, metadata={"static": True})
+    page_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+def row_owners(
+    q_starts: Int[Array, "B"], q_lens: Int[Array, "B"], num_rows: int
+) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
+    """The request of each row and whether it has one (False on padding rows, whose request is arbitrary)."""
+    requests = jnp.arange(q_starts.shape[0], dtype=jnp.int32)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    starts = jnp.where((q_lens > 0) & (q_starts >= 0), q_starts, num_rows)  # a negative index would wrap
+    owner = jax.lax.cummax(jnp.zeros(num_rows, jnp.int32).at[starts].max(requests, mode="drop"))
+    offset = rows - q_starts[owner]
+    return owner, (offset >= 0) & (offset < q_lens[owner])
