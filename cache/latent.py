@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from mla_attn.cache.formats import RowFormat, format_of
-from mla_attn.cache.placement import Placement
+from mla_attn.cache.placement import PagedPool, Placement
 from mla_attn.checks import INT32_MAX, as_int32, check_array, check_dtype, check_integer, check_type
 from mla_attn.specs import MLASpec
 
@@ -22,7 +22,7 @@ _DERIVED: Any = None  # by LatentPool, from its other fields
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LatentPool:
+class LatentPool(PagedPool):
     """Paged cache of MLA rows, latent R and rope E channels, for all layers of a model.
 
     ``data`` is one array ``[pages, P, row_width]``: L layers, N pages each, P tokens a page. Page p of layer l lies at
@@ -44,7 +44,7 @@ class LatentPool:
         rope_offset: element of a row where the rope part begins; right after the latent part if None.
     """
 
-    PAGED: ClassVar[tuple[str, ...]] = ("data",)
+    PAGED: ClassVar = ("data",)
 
     data: Shaped[Array, "pages P row_width"]
     num_layers: int = dataclasses.field(metadata={"static": True})
@@ -106,13 +106,15 @@ class LatentPool:
         check_array("array", array)
         if array.ndim != 3:
             raise ValueError(f"array has shape {array.shape}, must be [N, P, row_width]")
+        check_integer("kv_lora_rank", kv_lora_rank, 1)
+        rope_offset = check_integer("rope_offset", kv_lora_rank if rope_offset is None else rope_offset, kv_lora_rank)
+        rope_dim = check_integer("rope_dim", array.shape[2] - rope_offset if rope_dim is None else rope_dim, 0)
         pool = cls(array, 1, array.shape[0], kv_lora_rank, rope_dim=rope_dim, rope_offset=rope_offset)
         pool.check()
         return pool
 
     @property
     def placement(self) -> Placement:
-        """Where rows lie."""
         return Placement(self.num_layers, self.num_pages, self.page_size, self.page_stride, self.layer_stride)
 
     @property
@@ -141,7 +143,6 @@ class LatentPool:
         return self.format.dtype
 
     def check(self) -> None:
-        """ValueError unless ``data`` is an array of a format that there is, with room for all pages and channels."""
         check_array("pool.data", self.data)
         if self.data.ndim != 3:
             raise ValueError(f"pool.data has shape {self.data.shape}, must be [pages, P, row_width]")

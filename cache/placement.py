@@ -1,8 +1,9 @@
 """Placement: where the rows of a paged pool lie, whatever they hold. Every rule about indices is here."""
 
+import abc
 import dataclasses
 import math
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
@@ -128,22 +129,24 @@ class Placement:
         return self.scatter(array, rows, dst, layers)
 
 
-@runtime_checkable
-class PagedPool(Protocol):
-    """What ``move_rows`` needs of a pool, a dataclass and pytree.
+@dataclasses.dataclass(frozen=True)
+class PagedPool(abc.ABC):
+    """What ``move_rows`` needs of a pool, whatever its rows are; pools are frozen dataclasses and pytrees.
 
     Attributes:
         PAGED: names of the fields that are arrays ``[pages, P, ...]``.
-        placement: where their rows lie.
     """
 
     PAGED: ClassVar[tuple[str, ...]]
 
     @property
-    def placement(self) -> Placement: ...
+    @abc.abstractmethod
+    def placement(self) -> Placement:
+        """Where rows lie."""
 
+    @abc.abstractmethod
     def check(self) -> None:
-        """ValueError unless the arrays are those of a pool."""
+        """ValueError unless the arrays are of a format that there is, with room for all that is placed in them."""
 
 
 def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> Pool:

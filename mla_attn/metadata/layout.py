@@ -31,14 +31,14 @@ class PageLayout:
             raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W] with W at least 1")
         page_size = check_integer("page_size", page_size, 1, INT32_MAX)
         capacity = min(page_table.shape[1] * page_size, INT32_MAX)  # positions are int32
-        max_len = capacity if max_len is None else check_integer("max_len", max_len, 1, capacity)
+        most = capacity if max_len is None else check_integer("max_len", max_len, 1, capacity)
         if page_map is not None:
             page_map = as_int32("page_map", page_map)
             if page_map.ndim != 1 or page_map.size == 0:
                 raise ValueError(f"page_map has shape {page_map.shape}, must be [V], V at least 1")
             mapped = jnp.take(page_map, page_table, mode="fill", fill_value=-1)
             page_table = jnp.where(page_table < 0, -1, mapped)  # a negative index would wrap
-        return cls(page_table, page_size, max_len)
+        return cls(page_table, page_size, most)
 
     @property
     def batch(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mla_attn.cache import LatentPool, move_rows
-from mla_attn.cache.placement import Placement
+from mla_attn.cache.placement import PagedPool, Placement
 from mla_attn.specs import MLASpec
 
 SPEC = MLASpec(num_heads=2, kv_lora_rank=5, qk_rope_head_dim=2, scale=1.0)
@@ -68,7 +68,7 @@ def test_rows_of_any_pool_move():
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
-    class Pool:
+    class Pool(PagedPool):
         k: jax.Array
         v: jax.Array
         PAGED: ClassVar = ("k", "v")

@@ -71,7 +71,8 @@ def test_c18_splits(implementation):
 def test_c18_lse_axes(implementation):
     """16 tokens x 16 heads, all different: a transposed LSE keeps its shape, but not its values, nor the merge."""
     spec, rows = make_spec(16, scale=YARN), np.asarray(random_rows(2, 64))
-    q = random_rows(3, 16, 16)  # larger scores' own rounding, which grows with them, is over float32's bound on some CPUs
+    # Larger scores' own rounding, which grows with them, is over float32's bound on some CPUs.
+    q = random_rows(3, 16, 16)
     pool = make_pool([rows[:20], rows[20:]], [[0], [1]], page_size=64, num_pages=2, dtype="float32")
     halves = []
     for metadata in (by_hand([20], [16], [[0]]), by_hand([64], [16], [[1]], kv_offsets=[20])):
