@@ -1,18 +1,19 @@
-"""Break the code on purpose and see the tests notice: ``python -m tests.mutants [NAME ...]``.
+"""Break the code on purpose and see the tests notice: ``python -m tests.mutants [--no-control] [NAME ...]``.
 
 Each mutant replaces one piece of source, which must occur exactly once, and names the test that must fail. Every named
-test must pass unbroken first. Survivors are printed and make the exit status 1; so does a mutant whose piece of source is
-no longer there.
+test must pass unbroken first, unless ``--no-control`` says that it just has. Survivors are printed and make the exit status
+1; so does a mutant whose piece of source is no longer there.
 """
 
 # ruff: noqa: E501 - the table of mutants has a row a line
 
-import concurrent.futures
+import argparse
 import dataclasses
+import multiprocessing
+import multiprocessing.pool
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 
@@ -135,18 +136,44 @@ MUTANTS = (
 # fmt: on
 
 
+# What tests import besides the library, once for all mutants: no backend starts, and nothing of this checkout is among it.
+IMPORTED = (
+    "pytest",
+    "hypothesis",
+    "beartype",
+    "jaxtyping",
+    "jax.numpy",
+    "jax.experimental.checkify",
+    "jax.experimental.pallas.mosaic_gpu",
+    "flax.nnx",
+)
+
+
 def copy_tree(target: pathlib.Path) -> None:
+    """With compiled Python, which is valid for as long as its source keeps its time."""
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
-            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("*.safetensors"))
         else:
-            shutil.copy(source, target / part)
+            shutil.copy2(source, target / part)
 
 
-def run_tests(tree: pathlib.Path, tests: list[str]) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+def run_tests(tree: pathlib.Path, tests: list[str]) -> tuple[int, str]:
+    """Status and output of pytest in a copy of the checkout, which this process has imported nothing of."""
+    os.chdir(tree)
+    sys.path[:] = [path for path in sys.path if pathlib.Path(path or ".").resolve() != ROOT]
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
+    import pytest
+
+    output = tree / "output.txt"
+    with output.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", *tests])
+        sys.stdout.flush()
+    return int(status), output.read_text()
 
 
 def try_mutant(mutant: Mutant) -> str | None:
@@ -159,29 +186,54 @@ def try_mutant(mutant: Mutant) -> str | None:
         if source.count(mutant.old) != 1:
             return f"{mutant.file} holds its source {source.count(mutant.old)} times, must be once: {mutant.old!r}"
         path.write_text(source.replace(mutant.old, mutant.new))
-        done = run_tests(tree, [mutant.test])
-    if done.returncode == 1:
+        os.utime(path, (0, 0))  # so that what was compiled of the source is not taken, be it as long and as old
+        status, output = run_tests(tree, [mutant.test])
+    if status == 1:
         return None
-    return "survived" if done.returncode == 0 else f"pytest exited with {done.returncode}: {done.stdout[-800:]}"
+    return "survived" if status == 0 else f"pytest exited with {status}: {output[-800:]}"
+
+
+def passes_unbroken(tests: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(pathlib.Path(folder))
+        status, output = run_tests(pathlib.Path(folder), tests)
+    if status:
+        sys.stderr.write(output[-4000:])
+    return status == 0
+
+
+def processes() -> multiprocessing.pool.Pool:
+    """As many processes as cores, a new one for each task: a copy of one that has imported all that tests need."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))  # as tests/conftest.py does
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context.Pool(os.cpu_count(), maxtasksperchild=1)
 
 
 def main() -> int:
-    wanted = sys.argv[1:]
-    mutants = [m for m in MUTANTS if not wanted or any(word in m.name for word in wanted)]
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Break the code and see tests notice.")
+    parser.add_argument("words", nargs="*", metavar="NAME", help="parts of the names of the mutants to try (all)")
+    parser.add_argument("--no-control", action="store_true", help="the tests have just been seen to pass unbroken")
+    arguments = parser.parse_args()
+    mutants = [m for m in MUTANTS if not arguments.words or any(word in m.name for word in arguments.words)]
     tests = list(dict.fromkeys(m.test for m in mutants))
-    print(f"{len(mutants)} mutants; first their {len(tests)} tests unbroken", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        copy_tree(pathlib.Path(folder))
-        done = run_tests(pathlib.Path(folder), tests)
-    if done.returncode:
-        print(done.stdout[-3000:], done.stderr[-1000:])
-        return 1
+    # One test at least: should nothing pass in these processes, whatever the code, then no mutant was killed.
+    control = tests[:1] if arguments.no_control else tests
     survivors = 0
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = pool.map(try_mutant, mutants)
-        for mutant, outcome in zip(
-            mutants, tqdm(outcomes, total=len(mutants), disable=not sys.stderr.isatty()), strict=True
+    with processes() as pool:
+        print(f"{len(mutants)} mutants; first {len(control)} of their {len(tests)} tests unbroken", flush=True)
+        if not all(
+            pool.map(
+                passes_unbroken,
+                [control[i :: os.cpu_count()] for i in range(min(os.cpu_count(), len(control)))],
+                chunksize=1,
+            )
         ):
+            return 1
+        outcomes = tqdm(pool.imap(try_mutant, mutants), total=len(mutants), disable=not sys.stderr.isatty())
+        for mutant, outcome in zip(mutants, outcomes, strict=True):
             survivors += outcome is not None
             print(f"{'killed' if outcome is None else 'ALIVE '}  {mutant.name}  [{mutant.test}]", flush=True)
             if outcome is not None:
