@@ -13,6 +13,21 @@ pytest.register_assert_rewrite(*HELPERS)
 SHAPES_CHECKED = source_tree.install()
 
 
+QUICK_COMPILES = "--xla_backend_optimization_level=0"
+
+
+def compile_quickly():
+    """Have LLVM compile quickly, which halves the time of most tests; those that promise bits say otherwise.
+
+    Memory, copies and what a program computes are settled before LLVM sees it. `XLA_FLAGS` may ask for more.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} {QUICK_COMPILES}"  # read when the backend starts, here and in processes that tests start
+        )
+
+
 def keep_compiled_programs():
     """Share compiled programs between test processes and runs, the small ones too, until `make clean`.
 
@@ -33,6 +48,8 @@ def pytest_configure(config):
     if not ("gpu" in mark and "not gpu" not in mark):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for processes that tests start
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        compile_quickly()
         keep_compiled_programs()
     # Two CPU devices, so that sharding can be tested everywhere.
     jax.config.update("jax_num_cpu_devices", 2)

@@ -193,10 +193,10 @@ def try_mutant(mutant: Mutant) -> str | None:
     return "survived" if status == 0 else f"pytest exited with {status}: {output[-800:]}"
 
 
-def passes_unbroken(tests: list[str]) -> bool:
+def passes_unbroken(test: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(pathlib.Path(folder))
-        status, output = run_tests(pathlib.Path(folder), tests)
+        status, output = run_tests(pathlib.Path(folder), [test])
     if status:
         sys.stderr.write(output[-4000:])
     return status == 0
@@ -224,13 +224,7 @@ def main() -> int:
     survivors = 0
     with processes() as pool:
         print(f"{len(mutants)} mutants; first {len(control)} of their {len(tests)} tests unbroken", flush=True)
-        if not all(
-            pool.map(
-                passes_unbroken,
-                [control[i :: os.cpu_count()] for i in range(min(os.cpu_count(), len(control)))],
-                chunksize=1,
-            )
-        ):
+        if not all(pool.imap(passes_unbroken, control)):
             return 1
         outcomes = tqdm(pool.imap(try_mutant, mutants), total=len(mutants), disable=not sys.stderr.isatty())
         for mutant, outcome in zip(mutants, outcomes, strict=True):

@@ -103,14 +103,13 @@ def as_claimed(implementation, pool, metadata, spec, **options):
     pytest.skip(f"{implementation} does not claim it: {refusal}")
 
 
-def attend(implementation, q, pool, metadata, spec, *, quick=True, tree_mask=None, **options):
+def attend(implementation, q, pool, metadata, spec, *, optimized=False, tree_mask=None, **options):
     """``(out, lse)`` of queries [T, H, 576] in NumPy, ``as_claimed``.
 
-    With ``quick`` it is compiled for a short compilation, on a CPU.
+    With ``optimized`` it is compiled as users' programs are.
     """
-    quick = quick and jax.default_backend() == "cpu"
     call = functools.partial(
-        _jitted(quick), q, pool, metadata, tree_mask, spec=spec, implementation=implementation,
+        _jitted(optimized), q, pool, metadata, tree_mask, spec=spec, implementation=implementation,
         options=tuple(sorted(options.items())),
     )  # fmt: skip
     with as_claimed(implementation, pool, metadata, spec, tree_mask=tree_mask, **options):
@@ -118,7 +117,7 @@ def attend(implementation, q, pool, metadata, spec, *, quick=True, tree_mask=Non
 
 
 @functools.cache
-def _jitted(quick):
+def _jitted(optimized):
     def call(q, pool, metadata, tree_mask, *, spec, implementation, options):
         q_latent, q_rope = q[..., : spec.kv_lora_rank], q[..., spec.kv_lora_rank :]
         return mla_attention(
@@ -126,7 +125,7 @@ def _jitted(quick):
             implementation=implementation, **dict(options),
         )  # fmt: skip
 
-    compiler_options = {"xla_backend_optimization_level": 0} if quick else None
+    compiler_options = helpers.OPTIMIZED if optimized else None
     return jax.jit(call, static_argnames=("spec", "implementation", "options"), compiler_options=compiler_options)
 
 
@@ -148,8 +147,7 @@ def _jitted_unpaged():
             implementation=implementation,
         )  # fmt: skip
 
-    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(call, static_argnums=(7, 8, 9), compiler_options=quick)
+    return jax.jit(call, static_argnums=(7, 8, 9))
 
 
 def expected(q, pool, metadata, spec, **visible):

@@ -48,7 +48,7 @@ def run(implementation, batch, place, longest, *, width=WIDTH_OF_TABLE, q_len=1,
     table[place, : len(own)] = own
     rows = q[jnp.asarray(rng.integers(0, 64, batch * q_len))].at[place * q_len].set(q[0])
     metadata = by_hand(lens, [q_len] * batch, table, max_q_len=q_len)
-    got = attend(implementation, rows, pool, metadata, make_spec(HEADS), quick=False, **options)
+    got = attend(implementation, rows, pool, metadata, make_spec(HEADS), optimized=True, **options)
     return [x[place * q_len] for x in got]
 
 

@@ -94,7 +94,7 @@ def test_c03_permuting_the_batch(implementation):
     """Permutes the output, to the bit where that is promised; and there decode and verify rows are equal bits."""
     pool, _ = three_rows()
     metadata = build.for_target_verify(ints(TABLE3), ints(LENS3 - 3), num_tokens=3, page_size=64)
-    options = {"batch_invariant": True, "quick": False}
+    options = {"batch_invariant": True, "optimized": True}
     if reason(implementation, pool, metadata, make_spec(HEADS3), **options):
         options = {}
     straight = verify_three(implementation, **options)

@@ -51,7 +51,7 @@ def test_c04_stale_slots(implementation, page_size, lens, table):
     for fill in (0.0, np.nan, np.inf, -np.inf, 3e38):
         pool = make_pool(rows, table, page_size=page_size, num_pages=9, fill=fill)
         assert np.isfinite(fill) == bool(jnp.isfinite(pool.data).all())
-        results.append(attend(implementation, q, pool, metadata, spec, quick=False))
+        results.append(attend(implementation, q, pool, metadata, spec, optimized=True))
     assert np.isfinite(results[0][0].astype(float)).all() and np.isfinite(results[0][1]).all()
     for result in results[1:]:
         assert_same_bits(result, results[0])

@@ -31,7 +31,7 @@ def run(program: str, *arguments: str, **environment: str):
     paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
         [sys.executable, Path(__file__).parent / program, *arguments],
-        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | environment,
+        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment,
         capture_output=True,
         text=True,
     )

@@ -11,6 +11,9 @@ from mla_attn.cache import LatentPool
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.specs import MLASpec
 
+# Compiler options of tests that promise bits, compiled as users' programs are; conftest.py has others compiled quickly.
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedBatch:

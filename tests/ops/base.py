@@ -29,7 +29,6 @@ class MLATests:
 
     implementation: str
     kernel = False  # held to the tolerances of a GPU kernel
-    quick_compiles: typing.ClassVar[dict] = {}  # compiler options of all tests but those that promise bits
 
     # The sizes and the dtype of a call that is about something else.
     sizes: typing.ClassVar[dict] = {
@@ -451,7 +450,7 @@ def _compiled(tests, *, promised):
     return jax.jit(
         attend,
         static_argnames=("spec", "causal", "batch_invariant", "out_dtype"),
-        compiler_options=None if promised else tests.quick_compiles,
+        compiler_options=helpers.OPTIMIZED if promised else None,
     )
 
 

@@ -4,8 +4,6 @@ import jax
 
 import mla_attn.xla.blockwise
 
-QUICK = {"xla_backend_optimization_level": 0}  # compiler options that halve the time to compile for a CPU
-
 
 class OneBranch:
     """``jax.lax`` with the choice by platform made in advance."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import hypothesis
 import hypothesis.strategies as st
@@ -70,7 +69,6 @@ class RaggedTests:
 
     implementation: str
     kernel = False  # held to the tolerances of a GPU kernel
-    quick_compiles: ClassVar[dict] = {}  # compiler options
 
     kv_lens = (0, 1, 7, 8, 9, 40, 23, 3)  # around a block's end
     q_lens = (1, 1, 2, 1, 6, 4, 0, 5)
@@ -183,4 +181,4 @@ def _compiled(tests):
             q, k, v, **places, return_lse=True, implementation=tests.implementation, **dict(options)
         )  # fmt: skip
 
-    return jax.jit(attend, static_argnames="options", compiler_options=tests.quick_compiles)
+    return jax.jit(attend, static_argnames="options")

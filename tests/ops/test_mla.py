@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,11 @@ import mla_attn.xla.mla
 from mla_attn.cache import LatentPool
 from mla_attn.ops import mla_attention
 from ops.base import MLATests
-from ops.lanes import QUICK, shrink
+from ops.lanes import shrink
 
 
 class TestReference(MLATests):
     implementation = "reference"
-    quick_compiles: ClassVar[dict] = QUICK
     batch_invariant = False
 
 
@@ -28,7 +26,6 @@ class TestXLA(MLATests):
 
     implementation = "xla"
     block_keys, platform = 24, "cpu"
-    quick_compiles: ClassVar[dict] = QUICK
 
     @property
     def batch_invariant(self):

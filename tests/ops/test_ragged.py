@@ -1,7 +1,6 @@
 """``ragged_attention``: the shared tests for each implementation, and the errors of the op."""
 
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,12 @@ import pytest
 
 import mla_attn.xla.ragged
 from mla_attn.ops import ragged_attention
-from ops.lanes import QUICK, shrink
+from ops.lanes import shrink
 from ops.ragged_base import RaggedTests, ragged_batch
 
 
 class TestReference(RaggedTests):
     implementation = "reference"
-    quick_compiles: ClassVar[dict] = QUICK
 
 
 class TestXLA(RaggedTests):
@@ -23,7 +21,6 @@ class TestXLA(RaggedTests):
 
     implementation = "xla"
     platform = "cpu"
-    quick_compiles: ClassVar[dict] = QUICK
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
