@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from mla_attn.cache.formats import RowFormat, format_of
 from mla_attn.cache.placement import PagedPool, Placement
-from mla_attn.checks import INT32_MAX, as_int32, check_array, check_dtype, check_integer, check_type
+from mla_attn.checks import INT32_MAX, as_int32, check_array, check_dtype, check_integer, check_shape, check_type
 from mla_attn.specs import MLASpec
 
 _DERIVED: Any = None  # by LatentPool, from its other fields
@@ -203,9 +203,7 @@ def write_latent(
     if slots.ndim != 1:
         raise ValueError(f"slots has shape {slots.shape}, must be [T]")
     for name, array, width in (("latent", latent, pool.kv_lora_rank), ("rope", rope, pool.rope_dim)):
-        shape = (slots.shape[0], width)
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, must be {shape}: rows of slots, width of the pool")
+        check_shape(name, array, (slots.shape[0], width), "rows of slots, width of the pool")
         check_type(name, array, jnp.floating)
     layer, data = pool.placement.check_layer(layer), pool.data
     for first, rows in pool.encode(latent, rope).items():

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from mla_attn.cache.allocator import PageAllocator
+from mla_attn.checks import INT32_MAX, check_integer
 
 
 @dataclasses.dataclass
@@ -100,6 +101,7 @@ class PrefixCache:
 
         The end of a sequence goes before its beginning. Returns whether that many are free now.
         """
+        num_pages = check_integer("num_pages", num_pages, 0)
         if num_pages > self._pages.num_free + self.num_idle_pages:
             return False
         for name in list(self._kept):
@@ -146,7 +148,12 @@ class PrefixCache:
     def _digests(self, tokens: Sequence[int], kind: Hashable) -> list[bytes]:
         """A name for each full page: a digest of the kind and all tokens up to its end."""
         size = self._pages.page_size
-        data = np.asarray(tokens, np.int32)
+        data = np.asarray(tokens)
+        if data.size and not (data.dtype.kind in "iu" and data.min() >= -INT32_MAX and data.max() <= INT32_MAX):
+            raise ValueError(
+                f"tokens={tokens!r} must be integers of at most {INT32_MAX}"
+            )  # others could be taken for them
+        data = data.astype(np.int32)
         digest, names = repr(kind).encode(), []
         for begin in range(0, len(data) - size + 1, size):
             digest = hashlib.blake2b(digest + data[begin : begin + size].tobytes(), digest_size=16).digest()

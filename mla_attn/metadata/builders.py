@@ -99,7 +99,7 @@ def for_target_verify(
     """
     layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
     prefix_lens = layout.per_request("prefix_lens", prefix_lens)
-    num_tokens = check_integer("num_tokens", num_tokens, 1)
+    num_tokens = check_integer("num_tokens", num_tokens, 1, INT32_MAX)
     q_lens = jnp.full_like(prefix_lens, num_tokens) if q_lens is None else layout.per_request("q_lens", q_lens)
     positions = None
     if depths is not None:
@@ -174,7 +174,7 @@ def for_draft_decode(
     """
     layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
     seq_lens = layout.per_request("seq_lens", seq_lens)
-    num_tokens = check_integer("num_tokens", num_tokens, 1)
+    num_tokens = check_integer("num_tokens", num_tokens, 1, INT32_MAX)
     step = check_index("step", step, 0)
     num_drafted = step if num_drafted is None else check_index("num_drafted", num_drafted, 0)
     q_lens = jnp.full_like(seq_lens, num_tokens) if q_lens is None else layout.per_request("q_lens", q_lens)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from mla_attn.checks import check_integer, check_window
+from mla_attn.checks import INT32_MAX, check_array, check_integer, check_type, check_window
 from mla_attn.metadata.structure import AttentionMetadata
 
 
@@ -29,7 +29,8 @@ def check_metadata(
     Raises:
         ValueError: a violation, or a wrong static value.
     """
-    num_pages, page_size = check_integer("num_pages", num_pages, 1), check_integer("page_size", page_size, 1)
+    page_size = check_integer("page_size", page_size, 1, INT32_MAX)
+    num_pages = check_integer("num_pages", num_pages, 1, INT32_MAX // page_size)
     if metadata.page_size not in (None, page_size):
         raise ValueError(
             f"metadata was built with page_size={metadata.page_size}, but the pool has page_size={page_size}"
@@ -37,6 +38,9 @@ def check_metadata(
     stride, window = check_integer("kv_stride", metadata.kv_stride, 1), check_window(window)
     if window is not None and not causal:
         raise ValueError(f"window={window} with causal={causal}: a window needs causal=True")
+    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table", "slots", "positions"):
+        check_array(name, getattr(metadata, name))
+        check_type(name, getattr(metadata, name), jnp.int32)
     xp = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metadata)) else np
     m = jax.tree.map(xp.asarray, metadata)
     rows, width = m.slots.shape[0], m.page_table.shape[1]

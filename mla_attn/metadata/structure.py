@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from mla_attn.checks import as_int32
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ def row_owners(
     q_starts: Int[Array, "B"], q_lens: Int[Array, "B"], num_rows: int
 ) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
     """The request of each row and whether it has one (False on padding rows, whose request is arbitrary)."""
+    q_starts, q_lens = as_int32("q_starts", q_starts), as_int32("q_lens", q_lens)
     requests = jnp.arange(q_starts.shape[0], dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     starts = jnp.where((q_lens > 0) & (q_starts >= 0), q_starts, num_rows)  # a negative index would wrap

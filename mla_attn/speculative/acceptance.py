@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from mla_attn.checks import as_int32
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,8 @@ def accept_greedy(drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_
         targets: greedy token of the target after each row (anchor first), [B, K + 1].
         q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
     """
+    drafts, targets = as_int32("drafts", drafts), as_int32("targets", targets)
+    q_lens = as_int32("q_lens", q_lens)
     if targets.shape != (drafts.shape[0], drafts.shape[1] + 1):
         raise ValueError(f"targets has shape {targets.shape}, must be [B, K + 1] for drafts of {drafts.shape}")
     column = jnp.arange(targets.shape[1], dtype=jnp.int32)[None]
@@ -71,6 +75,7 @@ def accept_sampled(
         target_probs: p after each row (anchor first), [B, K + 1, vocab].
         q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
     """
+    drafts, q_lens = as_int32("drafts", drafts), as_int32("q_lens", q_lens)
     batch, count = drafts.shape
     if target_probs.shape[:2] != (batch, count + 1):
         raise ValueError(f"target_probs has shape {target_probs.shape}, must be [B, K + 1, vocab] for {drafts.shape}")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_attn.checks import check_integer, check_integers
+from mla_attn.checks import as_int32, check_integer, check_integers
 from mla_attn.speculative.acceptance import Acceptance
 
 
@@ -100,8 +100,9 @@ def mask_of_parents(parents: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
     Args:
         parents: parent row of each row, always before it; -1 for the anchor and for rows that are not there.
     """
+    parents = as_int32("parents", parents)
     rows = parents.shape[1]
-    direct = parents[:, :, None] == jnp.arange(rows, dtype=parents.dtype)[None, None]
+    direct = parents[:, :, None] == jnp.arange(rows, dtype=jnp.int32)[None, None]
     mask = jnp.broadcast_to(jnp.eye(rows, dtype=bool)[None], direct.shape)
     # Reachable in 1, 2, 4, ... steps: squaring covers any depth.
     for _ in range(max(1, (rows - 1).bit_length())):
@@ -136,6 +137,7 @@ def prune(
         budget: drafts to keep, 1 to ``tree.size - 1``.
     """
     budget = check_integer("budget", budget, 1, tree.size - 1)
+    tokens = as_int32("tokens", tokens)
     path = jnp.where(tokens < 0, -jnp.inf, log_probs.astype(jnp.float32)).at[:, 0].set(0.0)
     for level in range(1, tree.depth + 1):
         nodes = slice(tree.level_starts[level], tree.level_starts[level] + tree.level_sizes[level])
@@ -179,6 +181,9 @@ def accept_tree(
         The outcome, ``emitted`` [B, max_depth + 1], and the accepted rows, anchor first, [B, max_depth + 1], -1 after
         them.
     """
+    tokens, parents = as_int32("tokens", tokens), as_int32("parents", parents)
+    targets, q_lens = as_int32("targets", targets), as_int32("q_lens", q_lens)
+    max_depth = check_integer("max_depth", max_depth, 0)
     rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     candidates = (tokens >= 0) & (rows < q_lens[:, None]) & (rows > 0)
     live = q_lens > 0
@@ -212,10 +217,12 @@ def path_moves(
         slots: where the verify call wrote each row.
         path: accepted rows of ``accept_tree``.
     """
+    slots, path = as_int32("slots", slots), as_int32("path", path)
     src = jnp.where(path >= 0, jnp.take_along_axis(slots, jnp.maximum(path, 0), axis=1), -1)
     return src.ravel(), slots[:, : path.shape[1]].ravel()
 
 
 def top_drafts(logits: Float[Array, "B nodes vocab"], width: int) -> Int[Array, "B children"]:
     """The ``width`` likeliest tokens after each node, likeliest first: the next level of a tree."""
+    width = check_integer("width", width, 1, logits.shape[-1])
     return jax.lax.top_k(logits, width)[1].reshape(logits.shape[0], -1).astype(jnp.int32)

@@ -353,6 +353,7 @@ def test_pools_of_other_dtypes_are_refused(unchecked, dtype):
             {"latent": jnp.zeros((2, 5), jnp.float8_e5m2)},
             "latent has dtype float8_e5m2, must be a floating",
         ),
+        ({"latent": [[0.0] * 5] * 2}, "latent is a list, must be an array"),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
         ({"layer": True}, "layer=True must be an integer"),
         ({"layer": jnp.zeros(1, int)}, r"layer is int32\[1\], must be one integer"),

@@ -222,3 +222,10 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("tokens", [[1.5] * 4, np.arange(4) + 2**32, ["a"] * 4, [2**70] * 4])
+def test_what_is_no_token_is_found_as_none(pages, cache, tokens, unchecked):
+    """Rounded or wrapped it would be taken for another."""
+    with pytest.raises(ValueError, match=r"tokens=.* must be integers of at most"):
+        cache.fork("a", tokens)

@@ -771,8 +771,14 @@ def test_pages_left_of_every_window_may_be_anything(stride, offset):
     [
         ({"window": 0}, "window=0 must be an integer from 1 to"),
         ({"window": 2, "causal": False}, "window=2 with causal=False: a window needs causal=True"),
-        ({"num_pages": 0}, "num_pages=0 must be an integer of at least 1"),
-        ({"page_size": 4.0}, "page_size=4.0 must be an integer of at least 1"),
+        ({"num_pages": 0}, "num_pages=0 must be an integer from 1 to"),
+        ({"num_pages": 2**29}, "num_pages=536870912 must be an integer from 1 to 536870911"),
+        ({"page_size": 4.0}, "page_size=4.0 must be an integer from 1 to"),
+        (
+            {"metadata": dataclasses.replace(VALID, slots=VALID.slots.astype(jnp.int16))},
+            "slots has dtype int16, must be",
+        ),
+        ({"metadata": dataclasses.replace(VALID, q_lens=[2, 0, 0, 3])}, "q_lens is a list, must be an array"),
         ({"metadata": dataclasses.replace(VALID, kv_stride=0)}, "kv_stride=0 must be an integer of at least 1"),
     ],
 )

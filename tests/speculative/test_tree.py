@@ -243,6 +243,18 @@ def test_accept_greedy_errors(unchecked):
         accept_greedy(ints(np.zeros((2, 3))), ints(np.zeros((2, 3))), ints([4, 4]))
 
 
+def test_integers_of_any_width(unchecked):
+    """A chain of 200 rows in int8 parents, -1 beside unsigned slots and tokens: nothing wraps."""
+    parents = np.full((1, 200), -1, np.int8)
+    parents[0, 1:100] = np.arange(99)
+    mask = np.asarray(mask_of_parents(jnp.asarray(parents)))[0]
+    assert (mask[:100, :100] == np.tri(100, dtype=bool)).all() and (mask[100:] == np.eye(200, dtype=bool)[100:]).all()
+    src, dst = path_moves(np.array([[3, 7]], np.uint8), np.array([[1, -1]], np.int8))
+    assert (src.tolist(), dst.tolist()) == ([7, -1], [3, 7])
+    got = accept_greedy(ints([[4, 5]]), np.array([[4, 6, 7]], np.uint32), np.array([3], np.uint8))
+    assert got.emitted.tolist() == [[4, 6, -1]] and got.emitted.dtype == jnp.int32
+
+
 @pytest.mark.parametrize("committed", [0, 3, 11, 13])
 def test_accepted_rows_are_moved_into_place(committed):
     """From the verify call's slots to the positions that follow the prefix, in every layer; the rest stays.
