@@ -148,11 +148,9 @@ class PrefixCache:
     def _digests(self, tokens: Sequence[int], kind: Hashable) -> list[bytes]:
         """A name for each full page: a digest of the kind and all tokens up to its end."""
         size = self._pages.page_size
-        data = np.asarray(tokens)
+        data = np.asarray(tokens)  # not as int32: rounded or wrapped, tokens would be taken for others
         if data.size and not (data.dtype.kind in "iu" and data.min() >= -INT32_MAX and data.max() <= INT32_MAX):
-            raise ValueError(
-                f"tokens={tokens!r} must be integers of at most {INT32_MAX}"
-            )  # others could be taken for them
+            raise ValueError(f"tokens={tokens!r} must be integers of at most {INT32_MAX}")
         data = data.astype(np.int32)
         digest, names = repr(kind).encode(), []
         for begin in range(0, len(data) - size + 1, size):
