@@ -108,6 +108,11 @@ class CausalLM(Protocol):
         ...
 
     @property
+    def draft_refusal(self) -> str | None:
+        """Why there is no draft layer, as a sentence about the model; None if there is one."""
+        ...
+
+    @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """At least one, each under a name of its own; draft layers included."""
         ...

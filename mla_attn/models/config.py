@@ -4,10 +4,87 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mla_attn.models.files import shown
 from mla_attn.models.rope import Yarn
+from mla_attn.models.settings import (
+    LARGEST_INT32,
+    Setting,
+    boolean,
+    integer,
+    is_integer,
+    nullable,
+    number,
+    only,
+    read_settings,
+    section,
+    token_ids,
+)
+from mla_attn.steps import QueryScaling
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-_YARN_KEYS = tuple(field.name for field in dataclasses.fields(Yarn))
+
+_SIZE = Setting(integer(1))
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+SETTINGS = {
+    **dict.fromkeys(SIZES, _SIZE),
+    "max_position_embeddings": Setting(integer(1, LARGEST_INT32)),
+    "q_lora_rank": Setting(nullable(integer(1))),
+    "rms_norm_eps": Setting(number(above=0.0), 1e-6),
+    "rope_interleave": Setting(boolean, True),
+    "num_nextn_predict_layers": Setting(integer(), 0),
+    "tie_word_embeddings": Setting(boolean, False),
+    "bos_token_id": Setting(integer(0, LARGEST_INT32), None),
+}
+END_TOKENS = {"eos_token_id": Setting(token_ids, ())}
+EXPERTS = {
+    "n_routed_experts": Setting(integer(1)),
+    "num_experts_per_tok": _SIZE,
+    "moe_intermediate_size": _SIZE,
+    "n_shared_experts": Setting(nullable(integer())),
+    "first_k_dense_replace": Setting(integer()),
+    "norm_topk_prob": Setting(nullable(boolean)),
+    "routed_scaling_factor": Setting(number(above=0.0)),
+}
+GROUPS = {"n_group": _SIZE, "topk_group": _SIZE}
+ROUTINGS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}  # with their scoring_func
+# Settings of which one value is supported, that of a file which leaves them out.
+FIXED = {
+    "hidden_act": Setting(only("silu"), "silu"),
+    "attention_bias": Setting(only(False), False),
+    "mlp_bias": Setting(only(False), False),
+    "moe_layer_freq": Setting(only(1), 1),
+    "llama_4_scaling": Setting(only(None), None),
+}
+# Of rope_scaling and rope_parameters.
+_TRAINED = {"original_max_position_embeddings": Setting(integer(1, LARGEST_INT32))}
+YARN = {
+    "factor": Setting(number(above=0.0)),
+    **_TRAINED,
+    "beta_fast": Setting(number(above=0.0), 32.0),
+    "beta_slow": Setting(number(above=0.0), 1.0),
+    "mscale": Setting(number(least=0.0), 1.0),
+    "mscale_all_dim": Setting(number(least=0.0), 0.0),
+}
+FIXED_ROPE = {
+    "truncate": Setting(only(True), True),
+    "attention_factor": Setting(only(None), None),
+    "partial_rotary_factor": Setting(only(1.0, 1), 1.0),
+}
+FP8 = {
+    "quant_method": Setting(only("fp8")),
+    "fmt": Setting(only("e4m3"), "e4m3"),
+    "activation_scheme": Setting(only("dynamic"), "dynamic"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,9 +93,10 @@ class DeepseekConfig:
 
     Attributes that differ from the file:
         rope_theta, yarn: both spellings of the rope keys, read; ``yarn`` is None for plain rope.
+        query_scaling: of ``llama_4_scaling_beta`` among the rope keys, None without it.
         topk_method, scoring_func: filled in for files that leave them out, by ``model_type``.
         n_routed_experts: 0 for a model without experts.
-        eos_token_ids: always a tuple.
+        eos_token_ids: always a tuple; ``load_checkpoint`` adds those of ``generation_config.json``.
         weight_block_size: rows and columns that share one scale in FP8 weights, None for unquantised ones.
     """
 
@@ -36,7 +114,9 @@ class DeepseekConfig:
     q_lora_rank: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_interleave: bool = True
     yarn: Yarn | None = None
+    query_scaling: QueryScaling | None = None
     first_k_dense_replace: int = 0
     moe_intermediate_size: int = 0
     n_routed_experts: int = 0
@@ -60,27 +140,18 @@ class DeepseekConfig:
 
         Raises:
             ValueError: a required key is missing, a value makes no sense, or the file asks for something this
-                implementation does not serve. A setting that would change results is never skipped over.
+                implementation does not support. A setting that would change results is never skipped over.
         """
-        if data.get("model_type") not in MODEL_TYPES:
-            raise ValueError(f"model_type={data.get('model_type')!r} is not served; served: {', '.join(MODEL_TYPES)}")
-        _require_only_served(data)
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes += ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings")
-        eos = data.get("eos_token_id")
-        theta, yarn = _read_rope(data)
+        read_settings(data, {"model_type": Setting(only(*MODEL_TYPES))} | FIXED)
+        theta, yarn, scaling = _read_rope(data)
         return cls(
             model_type=data["model_type"],
-            **{name: _integer(data, name, least=1) for name in sizes},
-            q_lora_rank=None if _given(data, "q_lora_rank") is None else _integer(data, "q_lora_rank", least=1),
-            rms_norm_eps=_number({"rms_norm_eps": 1e-6, **data}, "rms_norm_eps"),
+            **read_settings(data, SETTINGS),
             rope_theta=theta,
             yarn=yarn,
+            query_scaling=scaling,
             **_read_experts(data),
-            num_nextn_predict_layers=_integer({"num_nextn_predict_layers": 0, **data}, "num_nextn_predict_layers"),
-            tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
-            bos_token_id=data.get("bos_token_id"),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=read_settings(data, END_TOKENS)["eos_token_id"],
             weight_block_size=_read_block_size(data.get("quantization_config")),
         )
 
@@ -88,22 +159,19 @@ class DeepseekConfig:
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: rope turns pairs")
         if self.num_nextn_predict_layers > 1:
-            raise ValueError(f"num_nextn_predict_layers={self.num_nextn_predict_layers} is not served; served: 0, 1")
+            raise ValueError(
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers} is not supported; supported: 0, 1"
+            )
         if self.n_routed_experts:
             self._check_routing()
 
     def _check_routing(self):
         experts, chosen, method = self.n_routed_experts, self.num_experts_per_tok, self.topk_method
-        scoring = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
-        if method not in scoring:
-            raise ValueError(f"topk_method={method!r} is not served; served: {', '.join(scoring)}")
-        if self.scoring_func != scoring[method]:
+        if self.scoring_func != ROUTINGS[method]:
             raise ValueError(
-                f"scoring_func={self.scoring_func!r} is not served with topk_method={method!r}; "
-                f"served: {scoring[method]!r}"
+                f"scoring_func={self.scoring_func!r} is not supported with topk_method={method!r}; "
+                f"supported: {ROUTINGS[method]!r}"
             )
-        if self.moe_intermediate_size < 1:
-            raise ValueError(f"moe_intermediate_size={self.moe_intermediate_size} must be at least 1 with experts")
         available = experts
         if method != "greedy":
             if self.n_group < 1 or experts % self.n_group:
@@ -131,97 +199,76 @@ class DeepseekConfig:
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace
 
 
-def _require_only_served(data: Mapping[str, Any]) -> None:
-    served = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "moe_layer_freq": 1,
-        "rope_interleave": True,
-    }
-    for name, value in served.items():
-        if data.get(name, value) != value:
-            raise ValueError(f"{name}={data[name]!r} is not served; served: {value!r}")
-
-
 def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
-    if _given(data, "n_routed_experts") is None:
+    if "n_routed_experts" in data and data["n_routed_experts"] is None:
         return {}
     # Files written by transformers leave these two out, its model classes imply them.
     method, scoring = ("greedy", "softmax") if data["model_type"] == "deepseek_v2" else ("noaux_tc", "sigmoid")
-    method = data.get("topk_method", method)
-    groups = {} if method == "greedy" else {name: _integer(data, name, least=1) for name in ("n_group", "topk_group")}
-    sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-    return {
-        **{name: _integer(data, name, least=1) for name in sizes},
-        **groups,
-        "n_shared_experts": 0 if _given(data, "n_shared_experts") is None else _integer(data, "n_shared_experts"),
-        "first_k_dense_replace": _integer(data, "first_k_dense_replace"),
-        "topk_method": method,
-        "scoring_func": data.get("scoring_func", scoring),
-        "norm_topk_prob": bool(_given(data, "norm_topk_prob")),
-        "routed_scaling_factor": _number(data, "routed_scaling_factor"),
+    routing = {
+        "topk_method": Setting(only(*ROUTINGS), method),
+        "scoring_func": Setting(only("softmax", "sigmoid"), scoring),
+    }
+    values = read_settings(data, EXPERTS | routing)
+    if values["topk_method"] != "greedy":
+        values |= read_settings(data, GROUPS)
+    return values | {
+        "n_shared_experts": values["n_shared_experts"] or 0,
+        "norm_topk_prob": values["norm_topk_prob"] or False,
     }
 
 
-def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """rope_theta and YaRN, from ``rope_scaling`` (``type`` or ``rope_type``) or the newer ``rope_parameters``."""
+def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None, QueryScaling | None]:
+    """rope_theta, YaRN and scaling of queries, from ``rope_scaling`` or the newer ``rope_parameters``, which has
+    ``rope_theta`` inside."""
     names = [name for name in ("rope_scaling", "rope_parameters") if data.get(name) is not None]
     if len(names) > 1:
         raise ValueError("rope_scaling and rope_parameters are two spellings of one thing; give one")
     name = names[0] if names else "rope_scaling"
-    rope = dict(data.get(name) or {})
-    theta = _number({"rope_theta": rope.pop("rope_theta", None) or data.get("rope_theta") or 10000.0}, "rope_theta")
-    kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
-    if kinds not in ({"default"}, {"yarn"}):
-        raise ValueError(f"{name} type={' and '.join(sorted(map(repr, kinds)))} is not served; served: default, yarn")
-    # Keys some writers add with the value that means "as usual".
-    usual = {"truncate": True, "attention_factor": None, "partial_rotary_factor": 1.0}
-    for key, value in usual.items():
-        if rope.pop(key, value) != value:
-            raise ValueError(f"{name} {key}={data[name][key]!r} is not served; served: {value!r}")
-    if unknown := sorted(set(rope) - set(_YARN_KEYS)):
-        raise ValueError(f"{name} has keys that are not served: {', '.join(unknown)}; served: {', '.join(_YARN_KEYS)}")
-    if kinds == {"default"}:
-        return theta, None
+    rope = section(name, data[name]) if names else {}
     rope = {key: value for key, value in rope.items() if value is not None}  # null is as good as absent
-    numbers = {key: _number(rope, key) for key in {*rope, "factor", "original_max_position_embeddings"}}
-    for key in ("factor", "original_max_position_embeddings"):
-        if not numbers[key] > 0:
-            raise ValueError(f"{name} {key}={numbers[key]!r} must be positive")
-    trained = int(numbers.pop("original_max_position_embeddings"))
-    return theta, Yarn(original_max_position_embeddings=trained, **numbers)
+    theta = {"rope_theta": Setting(number(above=1.0), 10000.0)}
+    theta = read_settings(rope if "rope_theta" in rope else data, theta, within=name if "rope_theta" in rope else "")
+    read_settings(rope, FIXED_ROPE | {"max_position_embeddings": _same(data)}, within=name)
+    kind, beta = _rope_type(name, rope), rope.get("llama_4_scaling_beta")
+    allowed = {"rope_theta", "rope_type", "type", "max_position_embeddings", "llama_4_scaling_beta", *FIXED_ROPE}
+    allowed |= set(YARN) if kind == "yarn" else set() if beta is None else set(_TRAINED)
+    if unknown := sorted(rope.keys() - allowed):
+        raise ValueError(
+            f"{name} of type {kind!r} has keys that are not supported: {', '.join(map(shown, unknown))}; "
+            f"supported: {', '.join(sorted(allowed))}"
+        )
+    yarn = Yarn(**read_settings(rope, YARN, within=name)) if kind == "yarn" else None
+    return theta["rope_theta"], yarn, None if beta is None else _read_scaling(name, rope)
 
 
-def _read_block_size(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
+def _rope_type(name: str, rope: Mapping[str, Any]) -> str:
+    kinds = [rope[key] for key in ("rope_type", "type") if key in rope]
+    for kind in kinds:
+        only("default", "yarn")(f"{name} type", kind)
+    if len(set(kinds)) > 1:
+        raise ValueError(f"{name} rope_type={kinds[0]!r} and type={kinds[1]!r} must be the same")
+    return kinds[0] if kinds else "default"
+
+
+def _read_scaling(name: str, rope: Mapping[str, Any]) -> QueryScaling:
+    """Queries grow with their position as in Llama 4 and Mistral's models of this architecture."""
+    values = read_settings(rope, {"llama_4_scaling_beta": Setting(number(least=0.0))} | _TRAINED, within=name)
+    return QueryScaling(
+        beta=values["llama_4_scaling_beta"], original_max_position=values["original_max_position_embeddings"]
+    )
+
+
+def _same(data: Mapping[str, Any]) -> Setting:
+    """Some writers repeat the file's own ``max_position_embeddings`` among the rope keys."""
+    positions = data.get("max_position_embeddings")
+    return Setting(only(positions), positions)
+
+
+def _read_block_size(quantization: Any) -> tuple[int, int] | None:
     if quantization is None:
         return None
-    served = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    for name, value in served.items():
-        found = quantization.get(name, None if name == "quant_method" else value)
-        if found != value:
-            raise ValueError(f"quantization_config {name}={found!r} is not served; served: {value!r}")
+    read_settings(section("quantization_config", quantization), FP8, within="quantization_config")
     block = quantization.get("weight_block_size")
-    if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-        raise ValueError(f"quantization_config weight_block_size={block!r} must be two positive integers")
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(is_integer(n) and n > 0 for n in block)):
+        raise ValueError(f"quantization_config weight_block_size={shown(block)} must be two positive integers")
     return block[0], block[1]
-
-
-def _given(data: Mapping[str, Any], name: str) -> Any:
-    if name not in data:
-        raise ValueError(f"{name} is missing")
-    return data[name]
-
-
-def _integer(data: Mapping[str, Any], name: str, *, least: int = 0) -> int:
-    value = _given(data, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
-    return value
-
-
-def _number(data: Mapping[str, Any], name: str) -> float:
-    value = _given(data, name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r} must be a number")
-    return float(value)

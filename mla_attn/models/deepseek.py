@@ -61,9 +61,10 @@ class DeepseekForCausalLM(nnx.Module):
         config: what the checkpoint is.
         dtype: bfloat16 or float32, of parameters and activations.
         rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
+        draft_layer: False leaves out the draft layer that the config promises, for checkpoints without its weights.
     """
 
-    def __init__(self, config: DeepseekConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: DeepseekConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, draft_layer: bool = True):
         dtype = jnp.dtype(dtype)
         if dtype.name not in DTYPES:
             raise ValueError(f"dtype={dtype.name} must be one of {', '.join(DTYPES)}")
@@ -75,7 +76,7 @@ class DeepseekForCausalLM(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
-        if config.num_nextn_predict_layers:
+        if config.num_nextn_predict_layers and draft_layer:
             self.mtp = DraftLayer(config, dtype=dtype, rngs=rngs)
 
     @property
@@ -100,7 +101,15 @@ class DeepseekForCausalLM(nnx.Module):
 
     @property
     def can_draft(self) -> bool:
-        return self.config.num_nextn_predict_layers > 0
+        return self.draft_refusal is None
+
+    @property
+    def draft_refusal(self) -> str | None:
+        if hasattr(self, "mtp"):
+            return None
+        if self.config.num_nextn_predict_layers:
+            return "the model has no MTP layer to draft with: its config.json promises one, its checkpoint lacks it"
+        return "the model has no MTP layer to draft with: num_nextn_predict_layers=0"
 
     @property
     def attention_spec(self) -> MLASpec:
@@ -109,7 +118,7 @@ class DeepseekForCausalLM(nnx.Module):
 
     @property
     def cache_groups(self) -> tuple[CacheGroup]:
-        layers = self.config.num_hidden_layers + self.config.num_nextn_predict_layers
+        layers = self.config.num_hidden_layers + self.can_draft
         return (CacheGroup(name=GROUP, num_layers=layers, spec=self.attention_spec, dtype=self.dtype),)
 
     def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
@@ -214,8 +223,8 @@ class DeepseekForCausalLM(nnx.Module):
         return Step(mode, "absorbed", tree_mask, implementation), planned
 
     def _require_mtp(self):
-        if not self.config.num_nextn_predict_layers:
-            raise ValueError("num_nextn_predict_layers=0: this model has no draft layer; draft needs 1")
+        if self.draft_refusal is not None:
+            raise ValueError(self.draft_refusal)
 
 
 def attention_spec(config: DeepseekConfig) -> MLASpec:
@@ -275,7 +284,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
         self.spec = attention_spec(config)
-        self.nope_dim = config.qk_nope_head_dim
+        self.nope_dim, self.interleaved = config.qk_nope_head_dim, config.rope_interleave
+        self.query_scaling = config.query_scaling
         dim, heads, rank, eps = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.rms_norm_eps
         queries = heads * config.qk_head_dim
         if config.q_lora_rank is None:
@@ -293,7 +303,7 @@ class Attention(nnx.Module):
     def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
         q_nope, q_rope = self._queries(x, cos_sin)
         latent, rope = self._latent(x, cos_sin)
-        options = {"layer": layer, "implementation": step.implementation}
+        options = {"layer": layer, "query_scaling": self.query_scaling, "implementation": step.implementation}
         if step.form == "absorbed":
             q_latent = einsum("thd,hdr->thr", q_nope, self.w_uk[...])
             options["tree_mask"] = step.tree_mask
@@ -312,11 +322,11 @@ class Attention(nnx.Module):
     def _queries(self, x, cos_sin):
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(q.shape[0], self.spec.num_heads, -1)
-        return q[..., : self.nope_dim], rotate(q[..., self.nope_dim :], *cos_sin)
+        return q[..., : self.nope_dim], rotate(q[..., self.nope_dim :], *cos_sin, interleaved=self.interleaved)
 
     def _latent(self, x, cos_sin):
         latent, rope = jnp.split(self.kv_a_proj(x), [self.spec.kv_lora_rank], axis=-1)
-        return self.kv_a_layernorm(latent), rotate(rope, *cos_sin)
+        return self.kv_a_layernorm(latent), rotate(rope, *cos_sin, interleaved=self.interleaved)
 
 
 def _rotation(config: DeepseekConfig, metadata: AttentionMetadata):

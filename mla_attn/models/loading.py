@@ -5,6 +5,8 @@ checks the checkpoint against it or carries bytes.
 """
 
 import dataclasses
+import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +16,19 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from mla_attn.models.config import DeepseekConfig
+from mla_attn.models.config import END_TOKENS, DeepseekConfig
 from mla_attn.models.deepseek import Attention, DecoderLayer, DeepseekForCausalLM
+from mla_attn.models.files import CheckpointError, read_json, some
 from mla_attn.models.layers import MLP
 from mla_attn.models.moe import MoE
-from mla_attn.models.safetensors import DTYPES, CheckpointError, Stored, list_tensors, read_json, some
+from mla_attn.models.safetensors import DTYPES, Stored, list_tensors
+from mla_attn.models.settings import read_settings
 
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCALE = "_scale_inv"  # of an FP8 block; multiplied, in spite of its name
 
 
@@ -27,9 +36,12 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekFor
     """Load a folder with ``config.json`` and ``model.safetensors`` (or its shards and their index).
 
     FP8 weights with block scales are dequantised to ``dtype``. One tensor is in host memory at a time (for experts, one
-    projection of one layer). Passed over knowingly: ``rotary_emb.inv_freq`` buffers, which are computed, and
-    ``lm_head.weight`` where the embedding is tied to it. The draft layer has its own embedding and head; a checkpoint
-    that leaves these copies out gets those of the target.
+    projection of one layer). Passed over knowingly: ``rotary_emb.inv_freq`` buffers, which are computed; tensors
+    without elements; and ``lm_head.weight`` where the embedding is tied to it, with a warning if it differs.
+
+    The draft layer has its own embedding and head; a checkpoint that leaves these copies out gets those of the target.
+    A checkpoint without any tensor of the draft layer that its config.json promises, as transformers saves them, is
+    loaded with a warning, and cannot draft.
 
     Args:
         path: checkpoint folder.
@@ -37,19 +49,50 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekFor
 
     Raises:
         CheckpointError: missing or damaged files; missing, unexpected or misshapen tensors; a dtype that is not read.
-        ValueError: a ``config.json`` that asks for what is not served, or a wrong ``dtype``.
+        ValueError: a ``config.json`` that asks for what is not supported, or a wrong ``dtype``.
     """
     folder = Path(path)
-    config = DeepseekConfig.from_hf(read_json(folder / "config.json"))
-    model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    config = read_config(folder)
     tensors = list_tensors(folder)
+    drafts = config.num_nextn_predict_layers > 0 and any(name.startswith(_draft_prefix(config)) for name in tensors)
+    _check_sizes(folder, config, tensors, drafts=drafts)
+    model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0), draft_layer=drafts))
     weights = [_resolve(weight, tensors) for weight in _weights(model)]
-    _check_names(weights, tensors, config)
+    _check_names(folder, weights, tensors, config)
     for weight in weights:
         _check_stored(weight, tensors, config)
+    if config.num_nextn_predict_layers and not drafts:
+        logger.warning(
+            "%s: num_nextn_predict_layers=%d, but there are no tensors of the draft layer: loaded without, it cannot "
+            "draft",
+            folder / CONFIG,
+            config.num_nextn_predict_layers,
+        )
+    _check_tied_head(folder, tensors, config)
     for weight in weights:
         weight.fill(lambda name: dequantise(tensors, name, config.weight_block_size))
     return model
+
+
+def read_config(folder: Path) -> DeepseekConfig:
+    """A folder's ``config.json``, with the end tokens of its ``generation_config.json`` added to its own: chat models
+    often name theirs in the latter alone.
+
+    Raises:
+        CheckpointError: a file that is damaged, or the first one missing.
+        ValueError: values that make no sense or are not supported.
+    """
+    try:
+        file = folder / CONFIG
+        config = DeepseekConfig.from_hf(read_json(file))
+        file, more = folder / GENERATION_CONFIG, ()
+        if os.path.lexists(file):
+            more = read_settings(read_json(file), END_TOKENS)["eos_token_id"]
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +140,21 @@ def dequantise(tensors: dict[str, Stored], name: str, block: tuple[int, int] | N
 
 def _weights(model: DeepseekForCausalLM) -> Iterator[Weight]:
     """Every weight of a model, with the names and shapes its checkpoint has ([out, in] for matrices)."""
-    embedding = "model.embed_tokens.weight"
-    yield _plain(model.embed_tokens.embedding, embedding)
+    yield _plain(model.embed_tokens.embedding, EMBEDDING)
     for index, layer in enumerate(model.layers):
         yield from _layer(layer, f"model.layers.{index}")
     yield _plain(model.norm.scale, "model.norm.weight")
     tied = model.config.tie_word_embeddings
     if not tied:
-        yield _matrix(model.lm_head.kernel, "lm_head.weight")
-    if not model.config.num_nextn_predict_layers:
+        yield _matrix(model.lm_head.kernel, HEAD)
+    if not model.can_draft:
         return
-    mtp, prefix = model.mtp, f"model.layers.{model.config.num_hidden_layers}"
+    mtp, prefix = model.mtp, _draft_prefix(model.config).rstrip(".")
     head = _matrix(mtp.head.kernel, f"{prefix}.shared_head.head.weight")
     yield dataclasses.replace(
-        _plain(mtp.embed_tokens.embedding, f"{prefix}.embed_tokens.weight"), fallbacks=(embedding,)
+        _plain(mtp.embed_tokens.embedding, f"{prefix}.embed_tokens.weight"), fallbacks=(EMBEDDING,)
     )
-    yield dataclasses.replace(head, fallbacks=(embedding if tied else "lm_head.weight",))
+    yield dataclasses.replace(head, fallbacks=(EMBEDDING if tied else HEAD,))
     yield _plain(mtp.enorm.scale, f"{prefix}.enorm.weight")
     yield _plain(mtp.hnorm.scale, f"{prefix}.hnorm.weight")
     yield _plain(mtp.norm.scale, f"{prefix}.shared_head.norm.weight")
@@ -183,37 +225,87 @@ def _resolve(weight: Weight, tensors: dict[str, Stored]) -> Weight:
     return dataclasses.replace(weight, names=(found[0],)) if weight.fallbacks and found else weight
 
 
-def _check_names(weights: list[Weight], tensors: dict[str, Stored], config: DeepseekConfig) -> None:
+def _draft_prefix(config: DeepseekConfig) -> str:
+    return f"model.layers.{config.num_hidden_layers}."
+
+
+def _check_sizes(folder: Path, config: DeepseekConfig, tensors: dict[str, Stored], *, drafts: bool) -> None:
+    """Compare sizes with what the files hold before anything of these sizes is made."""
+    layers = config.num_hidden_layers + drafts
+    moe_layers = max(layers - config.first_k_dense_replace, 0) if config.n_routed_experts else 0
+    least = layers + moe_layers * config.n_routed_experts
+    if least > len(tensors):
+        raise CheckpointError(
+            f"{folder / CONFIG}: num_hidden_layers={config.num_hidden_layers} and n_routed_experts="
+            f"{config.n_routed_experts} need at least {least} tensors, the checkpoint has {len(tensors)}"
+        )
+    heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+    matrices = {
+        "vocab_size x hidden_size": config.vocab_size * hidden,
+        "num_attention_heads x qk head dim x (q_lora_rank or hidden_size)": heads
+        * config.qk_head_dim
+        * (config.q_lora_rank or hidden),
+        "q_lora_rank x hidden_size": (config.q_lora_rank or 0) * hidden,
+        "(kv_lora_rank + qk_rope_head_dim) x hidden_size": (rank + config.qk_rope_head_dim) * hidden,
+        "num_attention_heads x (qk_nope_head_dim + v_head_dim) x kv_lora_rank": heads
+        * (config.qk_nope_head_dim + config.v_head_dim)
+        * rank,
+        "num_attention_heads x v_head_dim x hidden_size": heads * config.v_head_dim * hidden,
+    }
+    if moe_layers < layers:
+        matrices["intermediate_size x hidden_size"] = config.intermediate_size * hidden
+    if moe_layers:
+        width = config.moe_intermediate_size * max(config.n_shared_experts, 1)
+        matrices["moe_intermediate_size x n_shared_experts x hidden_size"] = width * hidden
+    largest = max((math.prod(tensor.shape) for tensor in tensors.values()), default=0)
+    for sizes, elements in matrices.items():
+        if elements > largest:
+            raise CheckpointError(
+                f"{folder / CONFIG}: a matrix of {sizes} has {elements} elements, the largest tensor of the checkpoint "
+                f"has {largest}"
+            )
+
+
+def _check_names(folder: Path, weights: list[Weight], tensors: dict[str, Stored], config: DeepseekConfig) -> None:
     wanted = {name for weight in weights for name in weight.names}
     scales = {name + SCALE for name in wanted if name in tensors and tensors[name].dtype == "F8_E4M3"}
-    ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+    ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq") or 0 in tensors[name].shape}
     if config.tie_word_embeddings:
-        ignored.add("lm_head.weight")
+        ignored.add(HEAD)
     missing = sorted((wanted | scales) - tensors.keys())
     extra = sorted(tensors.keys() - wanted - scales - ignored)
-    draft = f"model.layers.{config.num_hidden_layers}."
     problems = []
     if missing:
         problems.append(f"{len(missing)} missing: {some(missing)}")
-        if any(name.startswith(draft) for name in missing) and not any(name.startswith(draft) for name in tensors):
-            problems.append("it has no draft layer: num_nextn_predict_layers must be 0 in its config.json")
     if extra:
         problems.append(f"{len(extra)} unexpected: {some(extra)}")
-        if all(name.startswith(draft) for name in extra) and not config.num_nextn_predict_layers:
+        if all(name.startswith(_draft_prefix(config)) for name in extra) and not config.num_nextn_predict_layers:
             problems.append("it has a draft layer: num_nextn_predict_layers must be 1 in its config.json")
     if problems:
-        raise CheckpointError("tensors do not match config.json: " + "; ".join(problems))
+        raise CheckpointError(f"{folder}: tensors do not match config.json: " + "; ".join(problems))
+
+
+def _check_tied_head(folder: Path, tensors: dict[str, Stored], config: DeepseekConfig) -> None:
+    if not config.tie_word_embeddings or HEAD not in tensors or EMBEDDING not in tensors:
+        return
+    head, embedding = tensors[HEAD], tensors[EMBEDDING]
+    if (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and np.array_equal(head.read(), embedding.read()):
+        return
+    logger.warning("%s: tie_word_embeddings=True, but %s is not %s: passed over", folder / CONFIG, HEAD, EMBEDDING)
 
 
 def _check_stored(weight: Weight, tensors: dict[str, Stored], config: DeepseekConfig) -> None:
     for name in weight.names:
         tensor = tensors[name]
-        if tensor.shape != weight.shape:
-            raise CheckpointError(f"{name} has shape {tensor.shape}, must be {weight.shape}")
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name} has dtype {tensor.dtype}, must be one of {', '.join(DTYPES)}")
-        if tensor.dtype == "F8_E4M3":
-            _check_scale(name, tensors, config.weight_block_size)
+        try:
+            if tensor.shape != weight.shape:
+                raise CheckpointError(f"{name} has shape {tensor.shape}, must be {weight.shape}")
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(f"{name} has dtype {tensor.dtype}, must be one of {', '.join(DTYPES)}")
+            if tensor.dtype == "F8_E4M3":
+                _check_scale(name, tensors, config.weight_block_size)
+        except CheckpointError as error:
+            raise CheckpointError(f"{tensor.file}: {error}") from None
 
 
 def _check_scale(name: str, tensors: dict[str, Stored], block: tuple[int, int] | None) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as DeepSeek uses them: interleaved pairs, plain or YaRN frequencies.
+"""Rotary position embeddings as DeepSeek uses them: interleaved or half-split pairs, plain or YaRN frequencies.
 
 YaRN is arXiv:2309.00071; the two ``mscale`` factors are DeepSeek's (arXiv:2405.04434, and the modelling code published
 with the checkpoints). All of it is computed in float32.
@@ -78,16 +78,22 @@ def rotation(
 
 
 def rotate(
-    x: Float[Array, "T *heads E"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+    x: Float[Array, "T *heads E"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    *,
+    interleaved: bool = True,
 ) -> Float[Array, "T *heads E"]:
-    """Rotate the pairs ``(x[2i], x[2i + 1])`` of the last axis, in float32; result in the dtype of ``x``.
+    """Rotate pairs of the last axis, in float32; result in the dtype of ``x``.
 
-    Pairs stay interleaved, which is how DeepSeek checkpoints order the rope dimensions and how the engines that serve
-    them cache rope keys; a half-split layout would give the same scores but other cache bytes.
+    Pairs are ``(x[2i], x[2i + 1])`` if interleaved, as DeepSeek checkpoints order the rope dimensions, and otherwise
+    ``(x[i], x[i + E/2])``. They stay where they are, as in the caches of the engines that serve these models; any other
+    order, the same for queries and keys, would give the same scores but other cache bytes.
     """
     heads = (1,) * (x.ndim - 2)
     cos, sin = (t.reshape(t.shape[0], *heads, t.shape[1]) for t in (cos, sin))
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    axis = -1 if interleaved else -2  # of the two of a pair
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, -1)))
+    first, second = (jnp.take(pairs, i, axis=axis) for i in (0, 1))
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis)
     return turned.reshape(x.shape).astype(x.dtype)

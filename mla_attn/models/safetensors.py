@@ -5,13 +5,16 @@ NumPy does not have), and because nothing more than this is needed: files are ma
 only while it is converted.
 """
 
-import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from mla_attn.models.files import MOST_JSON_BYTES, CheckpointError, open_file, parse_json, plain, read_json, shown, some
+from mla_attn.models.settings import is_integer
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -21,10 +24,6 @@ DTYPES = {
 }
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged, incomplete, or not what its ``config.json`` says."""
 
 
 class Stored(NamedTuple):
@@ -52,20 +51,21 @@ def list_tensors(folder: Path) -> dict[str, Stored]:
         CheckpointError: no such file, a shard or a tensor that the index names and is not there, a tensor stored twice,
             or a file that is truncated or corrupt.
     """
-    if (folder / SINGLE).is_file():
+    if os.path.lexists(folder / SINGLE):
         return read_header(folder / SINGLE)
-    if not (folder / INDEX).is_file():
+    if not os.path.lexists(folder / INDEX):
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
         raise CheckpointError(f"{folder / INDEX}: weight_map must map tensor names to file names")
     tensors: dict[str, Stored] = {}
     for shard in sorted(set(index.values())):
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{folder / INDEX} names {shard!r}, which is not a file name in this folder")
-        if not (folder / shard).is_file():
-            raise CheckpointError(f"{folder / INDEX} names {shard}, which is missing")
-        found = read_header(folder / shard)
+        if shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
+            raise CheckpointError(f"{folder / INDEX} names {shown(shard)}, which is not a file name in this folder")
+        try:
+            found = read_header(folder / shard)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / INDEX} names {shown(shard)}: {error}") from error
         if twice := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"{folder / shard}: {some(twice)} already stored in {tensors[twice[0]].file.name}")
         tensors |= found
@@ -75,58 +75,52 @@ def list_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, its header checked against its size.
+    """The tensors of one file, its header checked against the format and the file's size.
 
     Raises:
-        CheckpointError: truncated or corrupt.
+        CheckpointError: truncated, corrupt, or no regular file.
     """
-    size = file.stat().st_size
-    with open(file, "rb") as f:
-        length = int.from_bytes(f.read(8), "little")
+    with open_file(file) as (opened, size):
+        length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(f"{file} is truncated: {size} bytes cannot hold its header")
-        text = f.read(length)
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is corrupt: its header cannot be read ({error})") from error
+        if length > MOST_JSON_BYTES:
+            raise CheckpointError(f"{file} is corrupt: a header has at most {MOST_JSON_BYTES} bytes, not {length}")
+        header = parse_json(file, opened.read(length))
+    _check_metadata(file, header.pop("__metadata__", {}))
+    tensors = {name: _stored(file, 8 + length, name, entry) for name, entry in header.items()}
     position = 8 + length
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1][-2:]):
         # The format leaves no holes. A type this reader cannot view is for whoever wants the tensor to report.
         held, itemsize = tensor.end - tensor.begin, DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else None
         if tensor.begin != position or held < 0 or (itemsize and held != itemsize * math.prod(tensor.shape)):
-            raise CheckpointError(f"{file} is corrupt: {name} {tensor.dtype} {tensor.shape} has {held} bytes")
+            raise CheckpointError(
+                f"{file} is corrupt: {plain(name)} {plain(tensor.dtype)} {shown(tensor.shape)} has {held} bytes"
+            )
         position = tensor.end
     if position != size:
         raise CheckpointError(f"{file} is truncated or corrupt: its header describes {position} bytes, it has {size}")
     return tensors
 
 
-def _stored(file: Path, start: int, entry: dict[str, Any]) -> Stored:
-    begin, end = entry["data_offsets"]
-    return Stored(file, str(entry["dtype"]), tuple(map(int, entry["shape"])), start + int(begin), start + int(end))
+def _check_metadata(file: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file} is corrupt: its __metadata__ must map strings to strings")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: the file is missing or holds something else.
-    """
-    try:
-        data = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file} is corrupt: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, has {type(data).__name__}")
-    return data
-
-
-def some(names: list[str], most: int = 8) -> str:
-    """The first few names and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _stored(file: Path, start: int, name: str, entry: Any) -> Stored:
+    """One entry of a header; sizes are integers and nothing that Python would turn into one."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{file} is corrupt: {plain(name)} must have dtype, shape and data_offsets, nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    for key, value in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(value, list) or not all(is_integer(size) and size >= 0 for size in value):
+            raise CheckpointError(
+                f"{file} is corrupt: {plain(name)} has {key} {shown(value)}, must be a list of integers from 0"
+            )
+    if not isinstance(dtype, str) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{file} is corrupt: {plain(name)} has dtype {shown(dtype)} and data_offsets {shown(offsets)}, must be a "
+            "name and two integers"
+        )
+    return Stored(file, dtype, tuple(shape), start + offsets[0], start + offsets[1])

@@ -62,7 +62,7 @@ class Passes:
     def __init__(self, model: CausalLM, shapes: Shapes, *, implementation: str | None = None):
         tree = shapes.tree
         if tree and not model.can_draft:
-            raise ValueError(f"tree of widths {tree.widths}: the model has no MTP layer to draft with, must be None")
+            raise ValueError(f"tree of widths {tree.widths} must be None: {model.draft_refusal}")
         if tree and max(tree.widths) > model.vocab_size:
             raise ValueError(f"tree of widths {tree.widths}: each must be at most vocab_size={model.vocab_size}")
         self.shapes = shapes

@@ -432,7 +432,7 @@ def test_one_new_token(num_drafts):
         ({"prompts": [[0] * 2000]}, r"prompts\[0\] has 2000 tokens and max_new_tokens=64: .* at most .*=2048"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
         ({"num_drafts": -1}, "num_drafts=-1 must be an integer of at least 0"),
-        ({"num_drafts": 3}, "the model has no MTP layer"),
+        ({"num_drafts": 3}, "must be None: the model has no MTP layer"),
         ({"page_size": 0}, "page_size=0 must be an integer of at least 1"),
         ({"prefill_chunk": 0}, "prefill_chunk=0 must be an integer of at least 1"),
         ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),

@@ -5,6 +5,7 @@ import pytest
 from checkpoints import V2, V3
 from mla_attn.models import DeepseekConfig
 from mla_attn.models.rope import Yarn
+from mla_attn.steps import QueryScaling
 
 
 @pytest.fixture
@@ -60,7 +61,19 @@ def test_keys_that_transformers_leaves_out(v3, v2):
         assert DeepseekConfig.from_hf(data) == want
 
 
-def test_variants_that_are_served(v3, v2):
+def test_scaling_of_queries(v3):
+    want, rope = DeepseekConfig.from_hf(v3), v3["rope_scaling"]
+    assert want.query_scaling is None
+    scaled = DeepseekConfig.from_hf(v3 | {"rope_scaling": rope | {"llama_4_scaling_beta": 0.1}})
+    assert (scaled.query_scaling, scaled.yarn) == (QueryScaling(beta=0.1, original_max_position=256), want.yarn)
+    plain = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+    config = DeepseekConfig.from_hf(v3 | {"rope_scaling": plain})
+    assert (config.query_scaling, config.yarn) == (QueryScaling(beta=0.1, original_max_position=8), None)
+    assert DeepseekConfig.from_hf(v3 | {"rope_scaling": rope | {"max_position_embeddings": 4096}}) == want
+    assert DeepseekConfig.from_hf(v3 | {"rope_scaling": rope | {"llama_4_scaling_beta": None}}) == want
+
+
+def test_variants_that_are_supported(v3, v2):
     kimi = DeepseekConfig.from_hf(v3 | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1})
     assert kimi.topk_method == "noaux_tc"
     grouped = v2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
@@ -70,20 +83,24 @@ def test_variants_that_are_served(v3, v2):
     assert not any(map(dense.is_moe, range(3)))
     assert DeepseekConfig.from_hf(v2 | {"n_shared_experts": None}).n_shared_experts == 0
     assert DeepseekConfig.from_hf(v2 | {"eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
+    assert DeepseekConfig.from_hf(v2 | {"eos_token_id": None}).eos_token_ids == ()
+    assert not DeepseekConfig.from_hf(v3 | {"rope_interleave": False}).rope_interleave
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 64]}
     assert DeepseekConfig.from_hf(v3 | {"quantization_config": fp8}).weight_block_size == (128, 64)
 
 
+INF, NAN = float("inf"), float("nan")
 YARN = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256}
+UNTYPED = {name: value for name, value in YARN.items() if name != "type"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 REFUSED = [
-    ({"model_type": "llama"}, "model_type='llama'.*deepseek_v2, deepseek_v3, kimi_k2"),
+    ({"model_type": "llama"}, "model_type='llama'.*'deepseek_v2', 'deepseek_v3', 'kimi_k2'"),
     ({"model_type": None}, "model_type=None"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
     ({"attention_bias": True}, "attention_bias=True"),
     ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
     ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq="),
-    ({"rope_interleave": False}, "rope_interleave=False"),
+    ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling="),
     ({"topk_method": "seq"}, "topk_method='seq'.*noaux_tc"),
     ({"scoring_func": "softmax"}, "scoring_func='softmax'.*'sigmoid'"),
     ({"scoring_func": "tanh"}, "scoring_func='tanh'"),
@@ -97,11 +114,11 @@ REFUSED = [
     ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
     ({"num_attention_heads": True}, "num_attention_heads=True"),
     ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling type='linear'.*default, yarn"),
-    ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "type='linear' and 'yarn'"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling type='linear'.*'default', 'yarn'"),
+    ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "rope_scaling type='linear' is not supported"),
     ({"rope_scaling": YARN | {"factor": None}}, "factor is missing"),
     ({"rope_scaling": {"type": "yarn", "factor": 16.0}}, "original_max_position_embeddings is missing"),
-    ({"rope_scaling": YARN | {"factor": -1}}, "factor=-1.0 must be positive"),
+    ({"rope_scaling": YARN | {"factor": -1}}, "factor=-1 must be positive"),
     ({"rope_scaling": YARN | {"mscale": "1"}}, "mscale='1' must be a number"),
     ({"routed_scaling_factor": None}, "routed_scaling_factor=None must be a number"),
     ({"rope_scaling": YARN | {"truncate": False}}, "truncate=False"),
@@ -112,11 +129,45 @@ REFUSED = [
     ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt='e5m2'"),
     ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size=None"),
     ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme='static'"),
+    # Values that make no sense.
+    *(({"quantization_config": value}, "quantization_config=") for value in ([1], "fp8", 0)),
+    *(({"rope_scaling": value}, "rope_scaling=") for value in (5, "yarn", 0, False, "")),
+    ({"rope_scaling": UNTYPED}, "type 'default' has keys that are not supported: 'factor', 'original_max_position"),
+    ({"rope_scaling": UNTYPED | {"type": "default"}}, "type 'default' has keys that are not supported: 'factor'"),
+    ({"rope_scaling": YARN | {"rope_type": "default"}}, "rope_type='default' and type='yarn' must be the same"),
+    ({"rope_scaling": YARN | {"type": ["yarn"]}}, r"rope_scaling type=\['yarn'\]"),
+    *(
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": value}}, f"rope_scaling original_.*={value} must")
+        for value in (INF, 0.5, 256.0)
+    ),
+    ({"rope_scaling": YARN | {"beta_fast": 0}}, "rope_scaling beta_fast=0 must be positive"),
+    ({"rope_scaling": YARN | {"beta_fast": INF}}, "rope_scaling beta_fast=inf must be a finite number"),
+    ({"rope_scaling": YARN | {"beta_slow": -1}}, "rope_scaling beta_slow=-1 must be positive"),
+    ({"rope_scaling": YARN | {"mscale": NAN}}, "rope_scaling mscale=nan must be a finite number"),
+    ({"rope_scaling": YARN | {"mscale_all_dim": -1}}, "rope_scaling mscale_all_dim=-1 must be at least 0.0"),
+    ({"rope_scaling": YARN | {"max_position_embeddings": 64}}, "rope_scaling max_position_embeddings=64.*: 4096"),
+    ({"rope_scaling": YARN | {"llama_4_scaling_beta": "0.1"}}, "llama_4_scaling_beta='0.1' must be a number"),
+    ({"rope_scaling": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings is missing"),
+    ({"topk_method": ["noaux_tc"]}, r"topk_method=\['noaux_tc'\]"),
+    *(
+        ({"eos_token_id": value}, "eos_token_id=.* must be a token id")
+        for value in (1.0, "x", {"a": 1}, True, -1, [1.0])
+    ),
+    ({"bos_token_id": 1.0}, "bos_token_id=1.0 must be an integer"),
+    ({"bos_token_id": [1]}, r"bos_token_id=\[1\] must be an integer"),
+    *(({"tie_word_embeddings": value}, "tie_word_embeddings=.* must be true or false") for value in ("false", 0)),
+    *(({"norm_topk_prob": value}, "norm_topk_prob=.* must be true or false") for value in ("false", {})),
+    *(({"rms_norm_eps": value}, f"rms_norm_eps={value} must be") for value in (NAN, -1, INF, 0, 1e-60)),
+    *(({"rope_theta": value}, f"rope_theta={value} must be") for value in (NAN, -1, 1, INF)),
+    ({"rope_theta": 10**400}, r"rope_theta=1000.*\(401 characters\) must be a finite number"),
+    *(({"routed_scaling_factor": value}, f"routed_scaling_factor={value} must be") for value in (INF, -2.5, 0)),
+    ({"max_position_embeddings": 2**31}, "max_position_embeddings=2147483648 must be an integer from 1 to"),
+    ({"max_position_embeddings": 4096.0}, "max_position_embeddings=4096.0 must be an integer"),
 ]
 
 
 @pytest.mark.parametrize(("patch", "message"), REFUSED, ids=[str(patch)[1:60] for patch, _ in REFUSED])
-def test_what_is_not_served_is_refused(v3, patch, message):
+def test_what_is_not_supported_is_refused(v3, patch, message):
     with pytest.raises(ValueError, match=message):
         DeepseekConfig.from_hf(v3 | patch)
 

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import weakref
 
@@ -11,6 +12,7 @@ from flax import nnx
 
 from checkpoints import V2, V3, quantise, read_checkpoint, write_checkpoint
 from mla_attn.models import CheckpointError, load_checkpoint
+from mla_attn.models.loading import read_config
 from mla_attn.models.safetensors import Stored
 
 BLOCK = (48, 80)  # divides no shape of the fixtures evenly in both directions: last blocks are partial
@@ -137,7 +139,7 @@ def test_fp8_blocks_are_multiplied_with_their_scales(tmp_path, v3, loaded, dtype
             np.testing.assert_allclose(got[name], leaf, rtol=0.07, atol=2e-3 * np.abs(leaf).max(), err_msg=name)
 
 
-def test_tied_embeddings(tmp_path, v3, loaded):
+def test_tied_embeddings(tmp_path, v3, loaded, caplog):
     config, tensors = v3
     config = config | {"tie_word_embeddings": True}
     rest = {name: tensor for name, tensor in tensors.items() if "head.weight" not in name}
@@ -147,10 +149,9 @@ def test_tied_embeddings(tmp_path, v3, loaded):
     hidden = np.random.default_rng(0).standard_normal((3, 192)).astype(np.float32)
     want = hidden @ loaded["embed_tokens.embedding"].T
     np.testing.assert_allclose(model.logits(jnp.asarray(hidden)), want, rtol=1e-4, atol=1e-4)
-    load_checkpoint(
-        write_checkpoint(tmp_path / "d", config, rest | {"lm_head.weight": tensors["lm_head.weight"]}),
-        dtype=jnp.float32,
-    )
+    for name, head in (("same", tensors["model.embed_tokens.weight"]), ("other", tensors["lm_head.weight"])):
+        load_checkpoint(write_checkpoint(tmp_path / name, config, rest | {"lm_head.weight": head}), dtype=jnp.float32)
+        assert ("lm_head.weight is not model.embed_tokens.weight: passed over" in caplog.text) == (name == "other")
 
 
 def test_draft_copies_may_be_left_out_or_differ(tmp_path, v3, loaded):
@@ -173,6 +174,40 @@ def test_rotary_buffers_are_passed_over(tmp_path, v3, loaded):
     extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(32, np.float32) for i in range(4)}
     folder = write_checkpoint(tmp_path / "c", config, tensors | extra)
     assert_same(leaves(load_checkpoint(folder, dtype=jnp.float32)), loaded)
+
+
+def test_a_missing_draft_layer_costs_drafts_alone(tmp_path, v3, loaded, caplog):
+    """As transformers saves V3 models: config.json promises a draft layer, there are no tensors of it."""
+    folder = write_checkpoint(tmp_path / "c", *without("layers.3.")(*v3))
+    model = load_checkpoint(folder, dtype=jnp.float32)
+    assert caplog.messages == [
+        f"{folder / 'config.json'}: num_nextn_predict_layers=1, but there are no tensors of the draft layer: loaded "
+        "without, it cannot draft"
+    ]
+    assert_same(leaves(model), {name: leaf for name, leaf in loaded.items() if not name.startswith("mtp.")})
+    assert (model.can_draft, model.cache_groups[0].num_layers) == (False, 3)
+    with pytest.raises(ValueError, match=r"no MTP layer to draft with: its config\.json promises one, its checkpoint"):
+        model.draft_logits(jnp.zeros((1, 192)))
+
+
+def test_tensors_without_elements_are_passed_over(tmp_path, v3):
+    """As transformers writes the shared experts of a model that has none."""
+    config, tensors = without("shared_experts")(*v3)
+    empty = {f"model.layers.{i}.mlp.shared_experts.up_proj.weight": np.zeros((0, 192), np.float32) for i in (1, 2, 3)}
+    load_checkpoint(
+        write_checkpoint(tmp_path / "c", config | {"n_shared_experts": 0}, empty | tensors), dtype=jnp.float32
+    )
+
+
+def test_end_tokens_of_both_configs(tmp_path, v3):
+    folder = write_checkpoint(tmp_path / "c", *v3)
+    for eos, want in ((101, (257, 101)), ([257, 101, 300], (257, 101, 300)), (None, (257,))):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "temperature": 0.6}))
+        assert read_config(folder).eos_token_ids == want
+    assert load_checkpoint(folder, dtype=jnp.float32).eos_token_ids == want
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1.0}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id=1\.0 must be a token id"):
+        load_checkpoint(folder, dtype=jnp.float32)
 
 
 def without(*parts):
@@ -199,7 +234,6 @@ Q_A = "model.layers.1.self_attn.q_a_proj.weight"
 BROKEN = {
     "missing": (without("layers.1.self_attn.o_proj"), "1 missing: model.layers.1.self_attn.o_proj.weight"),
     "many missing": (without("layers.2.mlp.experts"), r"24 missing: (\S+, ){7}\S+ and 16 more$"),
-    "no draft layer": (without("layers.3."), r"\d+ missing: .*it has no draft layer: num_nextn_predict_layers must"),
     "draft layer in part": (without("layers.3.enorm"), r"1 missing: model.layers.3.enorm.weight$"),
     "extra": (having(model__surprise=np.ones(3, np.float32)), "1 unexpected: model.surprise$"),
     "extra and missing": (
@@ -210,6 +244,31 @@ BROKEN = {
         configured(num_nextn_predict_layers=0),
         r"\d+ unexpected: .*; it has a draft layer: num_nextn_predict_layers must be 1",
     ),
+    "layers": (configured(num_hidden_layers=10**9), r"config\.json: num_hidden_layers=1000000000 and n_routed_expert"),
+    "experts": (
+        configured(n_routed_experts=2**31),
+        r"need at least 6442450948 tensors, the checkpoint has \d+$",
+    ),
+    "draft experts": (
+        configured(n_routed_experts=2**31, first_k_dense_replace=3),
+        r"need at least 2147483652 tensors, the checkpoint has \d+$",
+    ),
+    **{
+        name: (configured(**{name: 2**31}), r"config\.json: a matrix of .*\b" + shown)
+        for name, shown in {
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "intermediate_size": "intermediate_size",
+            "moe_intermediate_size": "moe_intermediate_size",
+            "n_shared_experts": "n_shared_experts",
+            "num_attention_heads": "num_attention_heads",
+            "q_lora_rank": "q_lora_rank",
+            "kv_lora_rank": "kv_lora_rank",
+            "qk_nope_head_dim": "qk head dim",
+            "qk_rope_head_dim": "qk head dim",
+            "v_head_dim": "v_head_dim",
+        }.items()
+    },
     "another layer": (configured(num_hidden_layers=4, num_nextn_predict_layers=0), "unexpected: model.layers.3.e"),
     "experts beyond the config": (configured(n_routed_experts=4, n_group=2, topk_group=2), r"unexpected: .*experts\.4"),
     "bias missing": (without("layers.1.mlp.gate.e_"), "1 missing: model.layers.1.mlp.gate.e_score_correction_bias"),
@@ -284,6 +343,27 @@ def swap_offsets(header):
 DAMAGED = {
     "no config": (lambda c: (c / "config.json").unlink(), r"config\.json is missing"),
     "config not json": (lambda c: (c / "config.json").write_text("{"), r"config\.json is corrupt"),
+    "config a folder": (lambda c: ((c / "config.json").unlink(), (c / "config.json").mkdir()), "not a regular file"),
+    "config a pipe": (lambda c: ((c / "config.json").unlink(), os.mkfifo(c / "config.json")), "not a regular file"),
+    "config a device": (
+        lambda c: ((c / "config.json").unlink(), (c / "config.json").symlink_to("/dev/zero")),
+        r"config\.json is not a regular file",
+    ),
+    "config a loop": (
+        lambda c: ((c / "config.json").unlink(), (c / "config.json").symlink_to("config.json")),
+        r"config\.json cannot be read: Too many levels of symbolic links",
+    ),
+    "config in UTF-16": (lambda c: (c / "config.json").write_text("{}", "utf-16"), r"config\.json is corrupt: .*utf-8"),
+    "config with a key twice": (
+        lambda c: (c / "config.json").write_text('{"vocab_size": 1, "vocab_size": 2}'),
+        r"config\.json is corrupt: it has the key vocab_size twice",
+    ),
+    "config nested": (lambda c: (c / "config.json").write_text("[" * 10**5), r"config\.json is corrupt: .*too deep"),
+    "generation config": (lambda c: (c / "generation_config.json").write_text("{"), r"generation_config\.json is corr"),
+    "a link to nowhere": (
+        lambda c: ((c / "model.safetensors").unlink(), (c / "model.safetensors").symlink_to("gone")),
+        r"model\.safetensors is missing",
+    ),
     "config a list": (lambda c: (c / "config.json").write_text("[]"), r"config\.json must hold a JSON object"),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), "has neither model.safetensors nor"),
     "empty": (lambda c: cut(c / "model.safetensors", 0), "model.safetensors is truncated: 0 bytes"),
@@ -296,11 +376,11 @@ DAMAGED = {
     ),
     "header not json": (
         lambda c: (c / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"nope"),
-        "is corrupt: its header cannot be read",
+        "is corrupt: Expecting value",
     ),
     "header without dtype": (
         lambda c: edit_header(c / "model.safetensors", lambda h: h["lm_head.weight"].pop("dtype")),
-        "is corrupt: its header cannot be read",
+        "is corrupt: lm_head.weight must have dtype, shape and data_offsets",
     ),
     "bytes that do not fit the shape": (
         lambda c: edit_header(c / "model.safetensors", lambda h: h["lm_head.weight"]["shape"].append(2)),
@@ -334,8 +414,19 @@ def edit_index(folder, change):
 
 SHARD = "model-00002-of-00003.safetensors"
 BAD_INDEX = {
-    "missing shard": (lambda c: (c / SHARD).unlink(), f"names {SHARD}, which is missing"),
+    "missing shard": (lambda c: (c / SHARD).unlink(), f"names '{SHARD}': .*{SHARD} is missing"),
     "truncated shard": (lambda c: cut(c / SHARD, 100_000), f"{SHARD} is truncated or corrupt"),
+    "a name too long": (
+        lambda c: edit_index(c, lambda m: m.update({"x": "a" * 300})),
+        r"names 'aaa.*\(302 characters\): .* cannot be read: File name too long",
+    ),
+    **{
+        f"a name that cannot be, {name!r}": (
+            lambda c, name=name: edit_index(c, lambda m: m.update(x=name)),
+            r"index\.json names .*which is not a file name",
+        )
+        for name in ("", "..", "a\0b", "a\nb", "\ud800", "/etc/hostname", "sub/x.safetensors")
+    },
     "outside": (lambda c: edit_index(c, lambda m: m.update(x="../x.safetensors")), "not a file name in this folder"),
     "wrong shard": (
         lambda c: edit_index(c, lambda m: m.update(dict.fromkeys(["model.norm.weight", "lm_head.weight"], SHARD))),

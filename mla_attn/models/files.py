@@ -1,0 +1,90 @@
+"""Reading the files of a checkpoint folder, which may come from strangers or from a download that broke off."""
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_JSON_BYTES = 100_000_000  # of a file or header; the safetensors package has the same limit for headers
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, incomplete, or not what its ``config.json`` says."""
+
+
+@contextlib.contextmanager
+def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file, opened to read, and its size. Links are followed; pipes and devices are never opened.
+
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+    """
+    try:
+        status = os.stat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{file} is not a regular file")
+        with open(file, "rb") as opened:
+            yield opened, status.st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def read_bytes(file: Path, *, most: int) -> bytes:
+    """A whole file of at most ``most`` bytes; CheckpointError if it is larger or cannot be read."""
+    with open_file(file) as (opened, size):
+        if size > most:
+            raise CheckpointError(f"{file} has {size} bytes, must have at most {most}")
+        return opened.read()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; CheckpointError if the file cannot be read or holds something else."""
+    return parse_json(file, read_bytes(file, most=MOST_JSON_BYTES))
+
+
+def parse_json(file: Path, text: bytes) -> dict[str, Any]:
+    """The JSON object that ``text``, read from ``file``, is in UTF-8. NaN and Infinity are read, as Python writes them.
+
+    Raises:
+        CheckpointError: it is something else, an object in it has a key twice, or it is nested too deep.
+    """
+    try:
+        data = json.loads(text.decode(), object_pairs_hook=_without_doubles)
+    except RecursionError:
+        raise CheckpointError(f"{file} is corrupt: its JSON is nested too deep") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is corrupt: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, has {type(data).__name__}")
+    return data
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"it has the key {plain(twice)} twice")
+    return data
+
+
+def shown(value: Any) -> str:
+    """``repr`` of a value from a file, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def plain(name: str) -> str:
+    """A name from a file: as it is, unless it is long or would not show in a line."""
+    return name if name.isprintable() and len(name) <= 80 else shown(name)
+
+
+def some(names: list[str], most: int = 8) -> str:
+    """The first few names and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(plain, names[:most])) + more
