@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mla_attn.bench.command import add_arguments
 from mla_attn.dispatch import NAMES
@@ -90,14 +90,16 @@ def _generate(options: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from mla_attn.models import load_checkpoint
-    from mla_attn.models.tokenizer import load_tokenizer
+    from mla_attn.models.tokenizer import IdTokenizer
 
-    tokenizer = load_tokenizer(options.checkpoint)
+    tokenizer = _tokenizer(options)
     prompts = _prompts(options, tokenizer)
+    if isinstance(tokenizer, IdTokenizer):
+        print(f"mla-attn: warning: no text, token ids alone: {tokenizer.reason}", file=sys.stderr)
     model = load_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype))
     engine, parameters = _engine(options, model, prompts)
     engine.warm_up(progress=sys.stderr.isatty())
-    show = None if options.json or len(prompts) > 1 else _streamer(tokenizer)
+    show = None if options.json or len(prompts) > 1 else _Printer(tokenizer)
     tokens = {engine.add_request(*request): [] for request in zip(prompts, parameters, strict=True)}
     for output in engine.run():
         tokens[output.request_id] += output.tokens
@@ -105,6 +107,7 @@ def _generate(options: argparse.Namespace) -> int:
             show(0, output.tokens)
     texts = [tokenizer.decode(new) for new in tokens.values()]
     if options.json:
+        texts = [None if isinstance(tokenizer, IdTokenizer) else text for text in texts]
         requests = [
             {"prompt_ids": prompt, "tokens": new, "text": text}
             for prompt, new, text in zip(prompts, tokens.values(), texts, strict=True)
@@ -115,6 +118,7 @@ def _generate(options: argparse.Namespace) -> int:
         for number, text in enumerate(texts):
             print(f"[{number}] {text}")
     else:
+        show.finish()
         print()
     print(_summary(engine.statistics, engine.statistics.step_seconds), file=sys.stderr)
     return 0
@@ -176,6 +180,16 @@ def _engine(options: argparse.Namespace, model, prompts: list[list[int]]):
     return engine, parameters
 
 
+def _tokenizer(options: argparse.Namespace):
+    """The checkpoint's tokenizer; if there is none to use, one for ids, with which prompts as text are refused."""
+    from mla_attn.models.tokenizer import IdTokenizer, load_tokenizer
+
+    try:
+        return load_tokenizer(options.checkpoint)
+    except (ValueError, ImportError) as error:
+        return IdTokenizer(error)
+
+
 def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
     if options.prompt is not None:
         return [tokenizer.encode(options.prompt)]
@@ -201,16 +215,20 @@ def _ids(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _streamer(tokenizer, *, prefix: str = "") -> Callable[[int, list[int]], None]:
+class _Printer:
     """Prints the first request's text as it comes, ``prefix`` before it."""
-    decode = tokenizer.stream()
-    begin = [prefix]
 
-    def show(request: int, tokens: list[int]) -> None:
+    def __init__(self, tokenizer, *, prefix: str = ""):
+        self._stream, self._prefix = tokenizer.stream(), prefix
+
+    def __call__(self, request: int, tokens: list[int]) -> None:
         if request == 0:
-            print(begin.pop() if begin else "", decode(tokens), sep="", end="", flush=True)
+            print(self._prefix, self._stream(tokens), sep="", end="", flush=True)
+            self._prefix = ""
 
-    return show
+    def finish(self) -> None:
+        """Print what waited for tokens that did not come."""
+        print(self._stream.finish(), end="")
 
 
 def _summary(statistics, seconds: float) -> str:
@@ -237,21 +255,22 @@ def _demo(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(options.checkpoint)
     model = load_checkpoint(options.checkpoint, dtype=jnp.float32)
     if not model.can_draft:
-        raise ValueError(f"{options.checkpoint} has no MTP layer to draft with: demo needs one")
-    begin = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
-    prompts = [begin + tokenizer.encode(text) for text in _DEMO_PROMPTS]
+        raise ValueError(f"{options.checkpoint}: {model.draft_refusal}; demo needs one")
+    prompts = [tokenizer.encode(text) for text in _DEMO_PROMPTS]
     print(f"{options.checkpoint}: {model.config.num_hidden_layers} layers, float32, on {jax.devices()[0].device_kind}")
     results = {}
     for title, drafts in (("plain", 0), (f"speculative, K = {_DEMO_DRAFTS}", _DEMO_DRAFTS)):
         print(f"\n{title}: {len(prompts)} prompts as one batch, the first shown as it comes (programs compile first)")
+        show = _Printer(tokenizer, prefix=f"  [0] {_DEMO_PROMPTS[0]}")
         result = generate(
             model,
             prompts,
             max_new_tokens=96,
             num_drafts=drafts,
-            on_tokens=_streamer(tokenizer, prefix=f"  [0] {_DEMO_PROMPTS[0]}"),
+            on_tokens=show,
             progress=sys.stderr.isatty(),
         )
+        show.finish()
         for number, tokens in enumerate(result.tokens):
             if number:
                 print(f"\n  [{number}] {_DEMO_PROMPTS[number]}{tokenizer.decode(tokens)}", end="")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from checkpoints import V2, V3
-from mla_attn import cli, engine
+from mla_attn import cli, engine, generation
 from mla_attn.engine.requests import EngineStatistics
-from mla_attn.models.tokenizer import load_tokenizer
+from mla_attn.models.tokenizer import ByteTokenizer, load_tokenizer
 from mla_attn.speculative import DraftTree
 from recorder import programs_kept
 
@@ -110,13 +110,25 @@ def test_the_reference_implementation(generate_json):
     assert generate_json("--implementation", "reference")["requests"] == generate_json()["requests"]
 
 
-def test_end_of_sequence(generate_json, tmp_path):
-    """A checkpoint that ends its texts with a space."""
-    folder = tmp_path / "spaces"
-    folder.mkdir()
-    (folder / "model.safetensors").symlink_to(V3 / "model.safetensors")
-    config = json.loads((V3 / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [GREEDY[3], 257]}))
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Copies the fixture's folder, with files changed or added."""
+
+    def make(files=None, **config):
+        folder = tmp_path / "checkpoint"
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(V3 / "model.safetensors")
+        config = json.loads((V3 / "config.json").read_text()) | config
+        for name, data in ({"config.json": config} | (files or {})).items():
+            (folder / name).write_text(data if isinstance(data, str) else json.dumps(data))
+        return folder
+
+    return make
+
+
+def test_end_of_sequence(generate_json, checkpoint):
+    """A checkpoint that ends its texts with a space, as its second config says."""
+    folder = checkpoint({"generation_config.json": {"eos_token_id": [GREEDY[3], 257]}})
     requests = generate_json()["requests"]
     assert generate_json("--ignore-eos", checkpoint=folder)["requests"] == requests
     stopped = generate_json(checkpoint=folder)["requests"][1]
@@ -168,6 +180,43 @@ def test_as_a_process(programs):
     assert len(done.stdout) == 8 + 1
     assert done.stderr.startswith("8 tokens in ")
     assert done.stderr.count("\n") == 1
+
+
+def test_ids_where_there_is_no_text(call, checkpoint):
+    """The way round for a checkpoint whose tokenizer is not read."""
+    folder = checkpoint({"tokenizer.model": ""})
+    assert call("generate", folder, "--prompt", "x") == (
+        2,
+        "",
+        f"mla-attn: error: {folder / 'tokenizer.model'} is not read: give prompts as token ids (--prompt-ids), or put "
+        "the same tokenizer's tokenizer.json beside it\n",
+    )
+    options = ("--prompt-ids", ",".join(map(str, PROMPT)), "--max-new-tokens", NEW, "--dtype", "float32")
+    status, out, err = call("generate", folder, *options)
+    assert (status, out) == (0, "".join(f"{token} " for token in GREEDY[:NEW]) + "\n")
+    assert err.startswith("mla-attn: warning: no text, token ids alone: ")
+    _, out, _ = call("generate", folder, *options, "--json")
+    (request,) = json.loads(out)["requests"]
+    assert (request["tokens"], request["text"]) == (GREEDY[:NEW], None)
+
+
+def test_the_end_of_a_stream_is_printed(capsys):
+    """A character that the length limit cut in half."""
+    show = cli._Printer(ByteTokenizer(), prefix="> ")
+    for request, tokens in ((0, [104]), (1, [105]), (0, [195])):
+        show(request, tokens)
+    show.finish()
+    assert capsys.readouterr().out == "> h\ufffd"
+
+
+def test_demo_prompts_are_encoded_as_any_others(call, checkpoint, monkeypatch):
+    """The begin token is the tokenizer's business alone."""
+    prompts = []
+    monkeypatch.setattr(generation, "generate", lambda model, p, **options: prompts.append(p) or 1 / 0)
+    for config, begin in (({}, []), ({"tokenizer_config.json": {"add_bos_token": True}}, [256])):
+        with pytest.raises(ZeroDivisionError):
+            cli.main(["demo", str(V3 if not config else checkpoint(config))])
+        assert prompts.pop() == [[*begin, *text.encode()] for text in cli._DEMO_PROMPTS]
 
 
 def test_draws(generate_json):
@@ -263,7 +312,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3], "one of the arguments --prompt --prompt-ids --prompts-file is required"),
         (["generate", V3, "--prompt", "x", "--implementation", "cuda"], "invalid choice: 'cuda'"),
         (["generate", V3, "--prompt", "x", "--dtype", "float16"], "invalid choice: 'float16'"),
-        (["demo", V2], "has no MTP layer to draft with: demo needs one"),
+        (["demo", V2], "no MTP layer to draft with: num_nextn_predict_layers=0; demo needs one"),
         (["demo", "/no/such/folder"], "/no/such/folder"),
         (["translate"], "invalid choice: 'translate'"),
         ([], "the following arguments are required: COMMAND"),

@@ -1,63 +1,392 @@
-"""Text to token ids and back: the checkpoint's own tokenizer.json, or bytes where it has none."""
+"""Text to token ids and back, by the tokenizer files of a checkpoint folder.
 
+Read are ``tokenizer.json`` (package ``tokenizers``) and the ``tiktoken.model`` of Kimi-K2 and Moonlight (package
+``tiktoken``). A folder with neither is byte-level, id = byte, if its vocabulary is that small; otherwise it is refused,
+and prompts must be token ids.
+
+The begin token: if ``tokenizer_config.json`` has ``add_bos_token``, a prompt begins with ``bos_token`` exactly once
+where that is true, and without one that its text does not have where it is false. transformers 4 and llama.cpp do so;
+transformers 5 follows ``tokenizer.json`` alone, which DeepSeek's leave without the token that the models were trained
+with. Without ``add_bos_token`` the tokenizer's own file decides. The command line adds nothing to this.
+"""
+
+import base64
+import binascii
 import codecs
-import pathlib
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from mla_attn.models.files import CheckpointError, open_file, read_bytes, read_json
+from mla_attn.models.settings import LARGEST_INT32, Setting, boolean, integer, is_integer, read_settings, section
 
 END_OF_BYTES = 256  # ids from here on are special tokens of a byte-level checkpoint, and have no text
+LARGEST_BYTE_LEVEL = 512  # vocabulary of such a checkpoint
+MOST_TOKENIZER_BYTES = 1 << 30
+NOT_READ = ("*.model", "*.tiktoken", "*.spm", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 
 
-def load_tokenizer(folder: str | pathlib.Path) -> "ByteTokenizer | FileTokenizer":
-    """The tokenizer of a checkpoint folder; a folder without ``tokenizer.json`` is byte-level: id = byte."""
-    path = pathlib.Path(folder) / "tokenizer.json"
-    if not path.exists():
-        return ByteTokenizer()
+@runtime_checkable
+class TextStream(Protocol):
+    """Text of one request as its tokens come; all it returns together is what ``decode`` gives of all tokens."""
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """The text that is complete with the next tokens; a character cut in half waits for the rest of it."""
+        ...
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        ...
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What ``load_tokenizer`` returns."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, its begin token included if the checkpoint wants one."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; special tokens have none."""
+        ...
+
+    def stream(self) -> TextStream:
+        """A new stream, for one request."""
+        ...
+
+
+def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        CheckpointError: a file is damaged, or of a kind that is not read, or there is none.
+        ImportError: the package that the file needs is not installed.
+    """
+    folder = Path(folder)
+    config = _read_config(folder / "tokenizer_config.json")
+    if os.path.lexists(folder / "tokenizer.json"):
+        return FileTokenizer.load(folder / "tokenizer.json", config)
+    if os.path.lexists(folder / "tiktoken.model") and config.get("tokenizer_class") == "TikTokenTokenizer":
+        return TiktokenTokenizer(folder / "tiktoken.model", config)
+    for pattern in NOT_READ:
+        for file in sorted(folder.glob(pattern)):
+            raise CheckpointError(
+                f"{file} is not read: give prompts as token ids (--prompt-ids), or put the same tokenizer's "
+                "tokenizer.json beside it"
+            )
+    return _byte_tokenizer(folder, config)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """``tokenizer_config.json`` with ``bos_token`` as text, None if there is none; empty if there is no file."""
+    if not os.path.lexists(file):
+        return {}
+    config, token = read_json(file), {"bos_token": Setting(_token_text, None)}
     try:
-        import tokenizers  # pyright: ignore[reportMissingImports] (an extra)
-    except ImportError as error:
-        raise ImportError(f"{path} needs the tokenizers package: pip install 'mla-attn[tokenizers]'") from error
-    return FileTokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        return config | read_settings(config, token | {"add_bos_token": Setting(boolean, None)})
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _token_text(name: str, value: Any) -> str:
+    """A token as text or as the dict of an AddedToken."""
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, str):
+        raise ValueError(f"{name}={value!r} must be a string, or an object with a string as its content")
+    return content
+
+
+class _BeginToken:
+    """Puts the begin token before prompts, exactly once, or takes away one that a template put there.
+
+    Args:
+        config: of ``_read_config``.
+        find: id of a token by its text; None if the vocabulary has no such token.
+        file: of the vocabulary, for messages.
+    """
+
+    def __init__(self, config: Mapping[str, Any], find: Callable[[str], int | None], file: Path):
+        self.wanted, token = config.get("add_bos_token"), config.get("bos_token")
+        self.id = None if token is None else find(token)
+        if self.wanted and self.id is None:
+            raise CheckpointError(
+                f"{file} has no token bos_token={token!r}, but tokenizer_config.json adds it to prompts"
+            )
+
+    def apply(self, ids: list[int], plain: list[int]) -> list[int]:
+        """``ids`` as asked for; ``plain`` are those of the text without any template."""
+        if self.wanted is None or self.id is None:
+            return ids
+        begins = [next((n for n, token in enumerate(each) if token != self.id), len(each)) for each in (ids, plain)]
+        own = ids[max(begins[0] - begins[1], 0) :]
+        return own if not self.wanted or begins[1] else [self.id, *own]
+
+
+class IdTokenizer:
+    """Ids as numbers in place of text, for a checkpoint whose tokenizer cannot be used.
+
+    Args:
+        reason: why it cannot be; what ``encode`` raises.
+    """
+
+    def __init__(self, reason: Exception):
+        self.reason = reason
+
+    def encode(self, text: str) -> list[int]:
+        raise self.reason
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(f"{token} " for token in tokens)
+
+    def stream(self) -> TextStream:
+        return _FileStream(self.decode)
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255; nothing is prepended."""
+    """UTF-8 bytes as ids 0 to 255.
+
+    Args:
+        begin: ids before every prompt.
+    """
+
+    def __init__(self, begin: tuple[int, ...] = ()):
+        self._begin = begin
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return [*self._begin, *text.encode(errors="replace")]
 
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(t for t in tokens if t < END_OF_BYTES).decode(errors="replace")
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._bytes(tokens).decode(errors="replace")
 
-    def stream(self) -> Callable[[list[int]], str]:
-        """A function that takes the next tokens of one request and returns the text that is complete with them."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda tokens: decoder.decode(bytes(t for t in tokens if t < END_OF_BYTES))
+    def stream(self) -> TextStream:
+        return _ByteStream(self._bytes)
+
+    @staticmethod
+    def _bytes(tokens: Sequence[int]) -> bytes:
+        return bytes(t for t in tokens if t < END_OF_BYTES)
+
+
+def _byte_tokenizer(folder: Path, config: Mapping[str, Any]) -> ByteTokenizer:
+    file = folder / "config.json"
+    wanted = {"vocab_size": Setting(integer(1), 0), "bos_token_id": Setting(integer(0, LARGEST_INT32), None)}
+    try:
+        model = read_settings(read_json(file) if os.path.lexists(file) else {}, wanted)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    if model["vocab_size"] > LARGEST_BYTE_LEVEL:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and vocab_size={model['vocab_size']} is too large for bytes as ids: give "
+            "prompts as token ids (--prompt-ids)"
+        )
+    if not config.get("add_bos_token"):
+        return ByteTokenizer()
+    if model["bos_token_id"] is None:
+        raise CheckpointError(f"{file} has no bos_token_id, but tokenizer_config.json adds one to prompts")
+    return ByteTokenizer((model["bos_token_id"],))
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``, special tokens as it adds them."""
+    """A Hugging Face ``tokenizer.json``, special tokens as it adds them.
 
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
+    Args:
+        tokenizer: of the package ``tokenizers``.
+        begin: what to do about the begin token; as the file has it if None.
+        file: for messages.
+    """
+
+    def __init__(self, tokenizer, begin: _BeginToken | None = None, file: Path | None = None):
+        self._tokenizer, self._begin, self._file = tokenizer, begin, file
+
+    @classmethod
+    def load(cls, file: Path, config: Mapping[str, Any]) -> "FileTokenizer":
+        try:
+            import tokenizers  # pyright: ignore[reportMissingImports] (an extra)
+        except ImportError as error:
+            raise ImportError(f"{file} needs the tokenizers package: pip install 'mla-attn[tokenizers]'") from error
+        text = read_bytes(file, most=MOST_TOKENIZER_BYTES)
+        tokenizer = _guarded(file, lambda: tokenizers.Tokenizer.from_buffer(text))
+        tokenizer.no_truncation()  # left by training, both of them
+        tokenizer.no_padding()
+        return cls(tokenizer, _BeginToken(config, tokenizer.token_to_id, file), file)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        ids = self._ids(text)
+        if self._begin is None or self._begin.wanted is None:
+            return ids
+        return self._begin.apply(ids, self._ids(text, add_special_tokens=False))
 
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens)
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        return _guarded(self._file, lambda: self._tokenizer.encode(text, **options).ids)
 
-    def stream(self) -> Callable[[list[int]], str]:
-        """As of ByteTokenizer."""
-        seen: list[int] = []
-        begin = shown = 0  # what was shown last is seen[begin:shown]: how tokens read depends on those before them
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _guarded(self._file, lambda: self._tokenizer.decode(list(tokens)))
 
-        def add(tokens: list[int]) -> str:
-            nonlocal begin, shown
-            seen.extend(tokens)
-            before, text = self.decode(seen[begin:shown]), self.decode(seen[begin:])
-            if text.endswith("\ufffd"):  # a character cut in half, until its last token comes
-                return ""
-            begin, shown = shown, len(seen)
-            return text[len(before) :]
+    def stream(self) -> TextStream:
+        return _FileStream(self.decode)
 
-        return add
+
+def _guarded(file: Path | None, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns. The package raises plain ``Exception`` for all that is wrong with a file, and where its
+    Rust code panics a ``BaseException``."""
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{file} cannot be used: {' '.join(str(error).split())}") from error
+
+
+class TiktokenTokenizer:
+    """The ``tiktoken.model`` of Kimi-K2 and Moonlight: a token a line, in base64, and its rank, which is its id.
+
+    Special tokens follow, named by ``added_tokens_decoder`` of ``tokenizer_config.json``.
+    The file says nothing of how text is split before its bytes are merged. ``PATTERN`` and the rest are facts of the
+    code published with these checkpoints (``tokenization_kimi.py``, ``tokenization_moonshot.py``), one for all of them.
+    """
+
+    _BIG = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    _BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    PATTERN = "|".join(
+        [
+            r"[\p{Han}]+",
+            f"{_BEFORE}{_BIG}*{_SMALL}+{_AFTER}",
+            f"{_BEFORE}{_BIG}+{_SMALL}*{_AFTER}",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    )
+    RESERVED = 256  # special tokens, those without a name included
+    LONGEST_TEXT, LONGEST_RUN = 400_000, 25_000  # characters at a time; of them spaces or others in a row
+
+    def __init__(self, file: Path, config: Mapping[str, Any]):
+        try:
+            import tiktoken  # pyright: ignore[reportMissingImports] (an extra)
+        except ImportError as error:
+            raise ImportError(f"{file} needs the tiktoken package: pip install 'mla-attn[tokenizers]'") from error
+        ranks = _read_ranks(file)
+        names = _added_tokens(file.parent / "tokenizer_config.json", config, len(ranks))
+        first = len(ranks)
+        special = {names.get(i, (f"<|reserved_token_{i}|>", True))[0]: i for i in range(first, first + self.RESERVED)}
+        self._texts = {rank: token for token, rank in ranks.items()}  # of tokens that have one
+        self._texts |= {token: text.encode() for token, (text, is_special) in names.items() if not is_special}
+        self._encoding = _guarded(
+            file,
+            lambda: tiktoken.Encoding(file.name, pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=special),
+        )
+        self._file, self._begin = file, _BeginToken(config, special.get, file)
+
+    def encode(self, text: str) -> list[int]:
+        def encode_all() -> list[int]:
+            parts = (self._encoding.encode(part, allowed_special="all") for part in self._parts(text))
+            return [token for part in parts for token in part]
+
+        ids = _guarded(self._file, encode_all)
+        return self._begin.apply(ids, ids)
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The text cut where its published code cuts it, for tiktoken fails on long runs."""
+        for begin in range(0, len(text), self.LONGEST_TEXT):
+            part, last = text[begin : begin + self.LONGEST_TEXT], 0
+            for run in re.finditer(r"\s+|\S+", part):
+                for cut in range(run.start() + self.LONGEST_RUN, run.end(), self.LONGEST_RUN):
+                    yield part[last:cut]
+                    last = cut
+            yield part[last:]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._bytes(tokens).decode(errors="replace")
+
+    def stream(self) -> TextStream:
+        return _ByteStream(self._bytes)
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self._texts.get(token, b"") for token in tokens)
+
+
+def _read_ranks(file: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    with open_file(file) as (opened, size):
+        if size > MOST_TOKENIZER_BYTES:
+            raise CheckpointError(f"{file} has {size} bytes, must have at most {MOST_TOKENIZER_BYTES}")
+        for number, line in enumerate(opened, start=1):
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error):
+                raise CheckpointError(f"{file} line {number} must be a token in base64 and its rank") from None
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise CheckpointError(f"{file} is corrupt: its {len(ranks)} tokens must have the ranks 0 to {len(ranks) - 1}")
+    if missing := sum(bytes([byte]) not in ranks for byte in range(256)):
+        raise CheckpointError(f"{file} is corrupt: {missing} of the 256 bytes are no token of it")
+    return ranks
+
+
+def _added_tokens(file: Path, config: Mapping[str, Any], first: int) -> dict[int, tuple[str, bool]]:
+    """Text of the tokens from id ``first`` on, and whether they are special: those have no text in an answer."""
+    try:
+        added = section("added_tokens_decoder", config.get("added_tokens_decoder") or {})
+        names = {}
+        for key, entry in added.items():
+            label = f"added_tokens_decoder {key}"
+            number = int(key) if key.isdecimal() and len(key) < 10 else None
+            if not is_integer(number) or not first <= number < first + TiktokenTokenizer.RESERVED:
+                last = first + TiktokenTokenizer.RESERVED - 1
+                raise ValueError(f"{label} must be an id from {first}, after those of tiktoken.model, to {last}")
+            special = read_settings(section(label, entry), {"special": Setting(boolean, True)}, within=label)["special"]
+            names[number] = (_token_text(label, entry), special)
+        if len({text for text, _ in names.values()}) < len(names):
+            raise ValueError("added_tokens_decoder has two ids for one text")
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return names
+
+
+class _ByteStream:
+    """A ``TextStream`` over tokens that are bytes."""
+
+    def __init__(self, to_bytes: Callable[[Sequence[int]], bytes]):
+        self._bytes, self._decoder = to_bytes, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(self._bytes(tokens))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _FileStream:
+    """A ``TextStream`` over a function that decodes.
+
+    Not ``tokenizers.decoders.DecodeStream``, which is the same idea: it has no end, and raises on bytes that are no
+    UTF-8 in vocabularies with byte fallback. There what is shown cannot follow ``decode``, which shows the whole run of
+    bytes around a wrong one as wrong.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode, self._seen = decode, []
+        # What was shown last is seen[begin:shown]: how tokens read depends on those before them.
+        self._begin = self._shown = 0
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        self._seen.extend(tokens)
+        text = self._new_text()
+        if text.endswith("\ufffd"):  # a character cut in half, until its last token comes
+            return ""
+        self._begin, self._shown = self._shown, len(self._seen)
+        return text
+
+    def finish(self) -> str:
+        text, self._shown = self._new_text(), len(self._seen)
+        return text
+
+    def _new_text(self) -> str:
+        return self._decode(self._seen[self._begin :])[len(self._decode(self._seen[self._begin : self._shown])) :]
