@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint with an MTP layer")
     demo.set_defaults(run=_demo)
 
-    add_arguments(commands.add_parser("bench", help="check and time attention implementations"))
+    add_arguments(commands.add_parser("bench", help="time attention ops, whole models or the engine"))
 
     supports = commands.add_parser("supports", help="print which implementation serves which call")
     supports.set_defaults(run=_supports)

@@ -130,9 +130,9 @@ MUTANTS = (
     Mutant("draft passes all told to be the first", "mla_attn/engine/engine.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/engine/test_engine.py::test_what_draft_passes_are_told"),
     Mutant("equal logits at the edge are cut", "mla_attn/sampling.py", "return jnp.where(keys >= least[..., None], logits, -jnp.inf)", "return jnp.where(keys > least[..., None], logits, -jnp.inf)", SAMPLING + "test_equal_logits_at_the_edge_stay"),
     Mutant("weights in containers of Flax", "mla_attn/passes/passes.py", "self.state = tuple(leaves)", "self.state = state", "tests/test_buckets.py::test_weights_are_a_plain_tuple_of_arrays"),
-    Mutant("the fastest profile for the median", "mla_attn/bench/run.py", "[repeats // 2]", "[0]", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
+    Mutant("the fastest profile for the median", "mla_attn/bench/ops/run.py", "[repeats // 2]", "[0]", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
     Mutant("the time of all calls for that of one", "mla_attn/bench/timing.py", ".span / calls", ".span", "tests/bench/test_ops.py::test_wall_time_on_a_gpu_is_that_of_one_chain_on_its_own_clock"),
-    Mutant("profiles of a hot device", "mla_attn/bench/run.py", "        timing.rest()\n        profiles", "        profiles", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
+    Mutant("profiles of a hot device", "mla_attn/bench/ops/run.py", "        timing.rest()\n        profiles", "        profiles", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
     Mutant("a tree's rows of the neighbour", MOSAIC, "dtype=jnp.int32) - m.q_starts[owner]", "dtype=jnp.int32) - m.q_starts[owner] + 1", ADAPTER + "test_tree_words"),
     Mutant("a mask's last word forgotten", MOSAIC, "words = -(-keys // 32)", "words = max(keys // 32, 1)", ADAPTER + "test_tree_words"),
 )

@@ -1,1 +1,1 @@
-"""The judge of implementations: correctness first, then time against ceilings measured in the same run."""
+"""Benchmarks: of calls of the ops, of decode steps of whole models, of the engine under load."""

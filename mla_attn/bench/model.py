@@ -5,17 +5,18 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from mla_attn.bench import report, timing
-from mla_attn.bench.run import machine
+from mla_attn.bench import output, timing
+from mla_attn.bench.machine import machine
+from mla_attn.bench.output import say
 from mla_attn.buckets import warm_up
-from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
+from mla_attn.dispatch import NAMES
+from mla_attn.models import random_model
 from mla_attn.passes import Passes, Shapes
 
 _STEPS = 20
@@ -87,6 +88,23 @@ CONFIGS = {
 }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.description = "Time decode steps of a whole model of random bfloat16 weights and a real model's sizes."
+    parser.set_defaults(run=main)
+    add = parser.add_argument
+    add("model", choices=CONFIGS, help="whose sizes")
+    add("--batch", default="1,16,64", metavar="B,B", help="requests of a step (default 1,16,64)")
+    add("--kv-len", type=int, default=4096, metavar="N", help="tokens of each request (default 4096)")
+    add("--page-size", type=int, default=64, metavar="P", help="tokens per page (default 64)")
+    add(
+        "--implementation",
+        metavar="A",
+        help=f"of attention, one of {', '.join(NAMES)} (default: the best)",
+    )
+    output.add_arguments(parser, picture=None)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStep:
     """One decode step of one token per request, greedy sampling included; microseconds.
@@ -120,11 +138,10 @@ def measure(
     kv_len: int,
     page_size: int,
     implementation: str | None,
-    say: Callable[[str], None],
 ) -> list[ModelStep]:
     """Time decode steps of the model ``name`` in bfloat16, every request at ``kv_len`` tokens."""
     say(f"{name}: making random weights")
-    model = DeepseekForCausalLM(DeepseekConfig.from_hf(CONFIGS[name]), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    model = random_model(CONFIGS[name], dtype=jnp.bfloat16)
     width = -(-kv_len // page_size)
     shapes = Shapes(tuple(batches), (8,), width, page_size, width * page_size)
     passes = Passes(model, shapes, implementation=implementation)
@@ -134,14 +151,14 @@ def measure(
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), pools)
     say(f"{name}: compiling")
     warm_up([passes.decode], passes.state, pools, progress=False)
-    found = []
+    steps = []
     for batch in batches:
         say(f"{name}: batch {batch}")
         pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
         table = jax.device_put(pages[: batch * width].reshape(batch, width))
         short, pools, *_ = _steps(passes, pools, table, cached=0, profile=False)
         step, pools, host, kernels = _steps(passes, pools, table, cached=kv_len - 1, profile=True)
-        found.append(
+        steps.append(
             ModelStep(
                 batch=batch,
                 kv_len=kv_len,
@@ -152,7 +169,7 @@ def measure(
                 short_us=short,
             )
         )
-    return found
+    return steps
 
 
 def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
@@ -184,28 +201,27 @@ def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
             seconds = timing.kernel_seconds(run, _STEPS)
             kernels = {kernel: (launches, 1e6 * s) for kernel, (launches, s) in seconds.items()}
         except RuntimeError as error:  # a failing profiler costs a column, not the run
-            print(f"kernel time unknown: {error}")
+            say(f"kernel time unknown: {error}")
     return 1e6 * statistics.median(wall), state["pools"], 1e6 * statistics.median(host), kernels
 
 
-def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """``mla-attn bench --model``: prints a table, or JSON."""
+def main(options: argparse.Namespace) -> int:
+    """Print a table, or JSON. Exit status 0."""
     batches = [int(part) for part in options.batch.split(",")]
-    report.check_files(options)
+    output.check_files(options)
     steps = measure(
         options.model,
         batches,
         kv_len=options.kv_len,
         page_size=options.page_size,
         implementation=options.implementation,
-        say=say,
     )
-    made = {"machine": machine(), "model": options.model, "steps": [dataclasses.asdict(s) for s in steps]}
-    report.save(made, options.json)
+    report = {"machine": machine(), "model": options.model, "steps": [dataclasses.asdict(s) for s in steps]}
+    output.save(report, options.json)
     if options.json == "-":
-        print(json.dumps(made))
+        print(json.dumps(report))
         return 0
-    device = made["machine"]["device"]
+    device = report["machine"]["device"]
     print(f"{options.model}, random bf16 weights, one query token, page {options.page_size}, on {device}")
     print(
         "| batch | kv_len | step us | attention share | kernel us | kernels | host us |\n|---|---|---|---|---|---|---|"

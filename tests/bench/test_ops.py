@@ -1,4 +1,4 @@
-"""``mla-attn bench``: it counts right, times nothing that is wrong, and says what it could not measure."""
+"""``mla-attn bench ops``: it counts right, times nothing that is wrong, and says what it could not measure."""
 
 import dataclasses
 import json
@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from mla_attn.bench import ceilings, command, model, problem, report, timing
-from mla_attn.bench import run as bench_run
-from mla_attn.bench.shapes import SETS, Shape, parse_lengths, parse_shape
+from mla_attn.bench import ceilings, timing
+from mla_attn.bench.ops import command, problem, report
+from mla_attn.bench.ops import run as bench_run
+from mla_attn.bench.ops.shapes import SETS, Shape, parse_lengths, parse_shape
 from mla_attn.cli import main
 from mla_attn.dispatch import Implementation
 from mla_attn.ops import mla
@@ -37,7 +38,7 @@ def quick(monkeypatch):
 
 def bench(capsys, *arguments, status=0):
     """The command's JSON."""
-    assert main(["bench", *SMALL, "--json", *arguments]) == status
+    assert main(["bench", "ops", *SMALL, "--json", *arguments]) == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -110,12 +111,6 @@ def test_malformed_shapes(text, message):
         (["--seed", "-1"], "--seed -1 must be 0 to 2**32 - 1"),
         (["--seed", "4294967296"], "--seed 4294967296 must be 0 to 2**32 - 1"),
         (["--json", "/nodir/x.json"], "--json '/nodir/x.json' must be a file that can be written: No such file"),
-        (["--requests", "5"], "--requests must not be given without --serve"),
-        (["--kv-len", "5"], "--kv-len must not be given without --model"),
-        (["--model", "v2-lite", "--shape", SHAPE], "--shape must not be given with --model"),
-        (["--model", "v2-lite", "--dtype", "float32"], "--dtype must not be given with --model"),
-        (["--model", "v2-lite", "--max-batch", "2"], "--max-batch must not be given without --serve"),
-        (["--model", "v2-lite", "--json", "/nodir/x.json"], "--json '/nodir/x.json' must be a file"),
         (["--page-size", "0"], "--page-size 0 must be"),
         (["--repeats", "0"], "--repeats 0 must be"),
     ],
@@ -123,13 +118,12 @@ def test_malformed_shapes(text, message):
 def test_malformed_options(monkeypatch, capsys, arguments, message):
     """They are found before anything is measured."""
     monkeypatch.setattr(bench_run, "measure_ceilings", None)
-    monkeypatch.setattr(model, "measure", None)
-    assert main(["bench", *arguments]) == 2
+    assert main(["bench", "ops", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_list_prints_the_named_shapes_and_runs_nothing(capsys):
-    assert main(["bench", "--list"]) == 0
+    assert main(["bench", "ops", "--list"]) == 0
     printed = capsys.readouterr().out.split()
     for text in (*SETS["cpu"], *SETS["hopper"]):
         assert text in printed
@@ -144,21 +138,10 @@ def test_the_command_names_its_shapes_and_implementations(monkeypatch):
         return {"results": []}
 
     monkeypatch.setattr(command, "run", run)
-    main(["bench", "--json"])
-    main(["bench", "--json", "--set", "cpu", "--kv-lens", "6,2*3", "--heads", "2", "--implementation", "xla"])
+    main(["bench", "ops", "--json"])
+    main(["bench", "ops", "--json", "--set", "cpu", "--kv-lens", "6,2*3", "--heads", "2", "--implementation", "xla"])
     cpu = list(SETS["cpu"])
     assert asked == [(cpu, ["xla", "dense-gather"]), ([*cpu, "3x2x1x6+2*3"], ["xla"])]
-
-
-@pytest.mark.parametrize("to_file", [False, True])
-def test_decode_steps_of_a_model(monkeypatch, capsys, tmp_path, to_file):
-    step = model.ModelStep(batch=2, kv_len=8, step_us=4.0, host_us=1.0, kernel_us=None, kernels=None, short_us=1.0)
-    monkeypatch.setattr(model, "measure", lambda *arguments, **options: [step])
-    file = tmp_path / "model.json"
-    assert main(["bench", "--model", "v2-lite", "--batch", "2", "--json", *([str(file)] if to_file else [])]) == 0
-    printed = capsys.readouterr().out
-    assert json.loads(file.read_text() if to_file else printed)["steps"] == [dataclasses.asdict(step)]
-    assert ("| 2 | 8 | 4 | 75 % |" in printed) == to_file
 
 
 # Running
@@ -293,7 +276,7 @@ def test_table_and_picture(capsys, tmp_path):
     picture, data = tmp_path / "roofline.png", tmp_path / "bench.json"
     options = ["--shape", SHAPE, "--implementation", "triton,dense-gather"]
     options += ["--plot", str(picture), "--json", str(data)]
-    assert main(["bench", *SMALL, *options]) == 0
+    assert main(["bench", "ops", *SMALL, *options]) == 0
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
     assert rows[0][:2] == ["shape", "implementation"] and {len(row) for row in rows} == {12}

@@ -1,4 +1,4 @@
-"""``mla-attn bench --serve``: the trace is what was asked for, the clock is read right, and all requests are served."""
+"""``mla-attn bench serve``: the trace is what was asked for, the clock is read right, and all requests are served."""
 
 import dataclasses
 import json
@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from checkpoints import V3
-from mla_attn.bench import replay as replaying
-from mla_attn.bench import serve, timing
-from mla_attn.bench.engines import BenchEngine, SimulatedEngine
-from mla_attn.bench.replay import Record, replay
-from mla_attn.bench.serve import percentiles
-from mla_attn.bench.trace import COMMON_PREFIXES, Load, Request, make_trace
+from mla_attn.bench import output, timing
+from mla_attn.bench.serve import command, report
+from mla_attn.bench.serve import replay as replaying
+from mla_attn.bench.serve.engines import BenchEngine, SimulatedEngine
+from mla_attn.bench.serve.replay import Record, replay
+from mla_attn.bench.serve.report import percentiles
+from mla_attn.bench.serve.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.cli import _parser, main
 from mla_attn.engine import Engine
 from mla_attn.engine.requests import EngineStatistics, Output, SamplingParams
@@ -149,12 +150,12 @@ def test_replay_measures_from_the_arrival(monkeypatch):
     assert found.duration == pytest.approx(1.2) and clock.slept == pytest.approx(0.7)
     assert [running for _, running, _ in found.timeline] == [1, 1, 0, 1, 0] and found.most_pages == 7
 
-    summary = serve.summarize(found, drafts=True)
+    summary = report.summarize(found, drafts=True)
     assert (summary["prompt_tokens"], summary["new_tokens"], summary["served"]) == (6, 7, 3)
     assert summary["output_tokens_per_second"] == pytest.approx(7 / 1.2)
     assert summary["total_tokens_per_second"] == pytest.approx(13 / 1.2)
     assert summary["acceptance_length"] == pytest.approx((3 + 0 + 1) / (2 + 0 + 1))
-    assert serve.summarize(found, drafts=False)["acceptance_length"] is None
+    assert report.summarize(found, drafts=False)["acceptance_length"] is None
 
 
 def test_percentiles_are_those_of_numpy():
@@ -187,7 +188,7 @@ def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
     data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     options = [*SMALL, *ASKED, "--rate", "50", "--json", str(data), "--plot", str(picture)]
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
-        assert main(["bench", "--serve", str(V3), *options]) == 0
+        assert main(["bench", "serve", str(V3), *options]) == 0
     found = json.loads(data.read_text())
     load = Load(requests=7, rate=50.0, prompt_tokens=12, new_tokens=5, shared_prefix=16, seed=3)
     asked = make_trace(load, vocab_size=258, max_len=64)
@@ -205,20 +206,20 @@ def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
     for name in ("time_to_first_token", "time_per_output_token", "latency"):
         assert 0 < summary[name]["p50"] <= summary[name]["p90"] <= summary[name]["p99"] <= summary["duration"]
     assert found["machine"]["jax"] and configuration["rate"] == 50.0 and configuration["tree"] is None
-    assert serve.table(found) + "\n" == capsys.readouterr().out
+    assert report.table(found) + "\n" == capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(serve, "_model", lambda *_, **__: small_model())
+    monkeypatch.setattr(command, "_model", lambda *_, **__: small_model())
     data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     options = ["--dtype", "float32", "--page-size", "4", "--step-prompt-tokens", "16", "--max-len", "48", "--seed", "3"]
     options += ["--max-batch", "2,1", "--speculate", "0,1", "--acceptance", "0,1", "--new-tokens", "9"]
     options += ["--prompt-tokens", "12", "--num-pages", "400", "--json", str(data), "--plot", str(picture)]
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
-        assert main(["bench", "--serve", str(V3), *options]) == 0
+        assert main(["bench", "serve", str(V3), *options]) == 0
     results = json.loads(data.read_text())["results"]
     asked, got = zip(*[(made["configuration"], made["summary"]) for made in results], strict=True)
     kinds = [(None, None), ([1], 0.0), ([1], 1.0)]
@@ -236,14 +237,14 @@ def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, 
         assert got[right + 2]["acceptance_length"] > 1.5
     assert max(running for made in results[3:] for _, running, _ in made["timeline"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [*serve.header(results[0]).splitlines(), *map(serve.row, results)]
+    assert lines == [*report.header(results[0]).splitlines(), *map(report.row, results)]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_requests_scale_with_several_batch_sizes():
     def requests(*arguments):
-        options = _parser().parse_args(["bench", "--serve", str(V3), *arguments])
-        return [(case.max_batch, case.load.requests) for case in serve._cases(options)]
+        options = _parser().parse_args(["bench", "serve", str(V3), *arguments])
+        return [(case.max_batch, case.load.requests) for case in command._cases(options)]
 
     assert requests() == [(8, 64)] and requests("--max-batch", "128") == [(128, 64)]
     assert requests("--max-batch", "64,1,2") == [(64, 256), (1, 8), (2, 8)]
@@ -284,19 +285,19 @@ def test_the_profile_is_of_a_full_batch(monkeypatch, tmp_path_factory):
     assert not engine.busy and engine.statistics.cancelled == 6
 
 
-def test_a_failing_profile_costs_a_figure_and_not_the_run(monkeypatch, tmp_path_factory):
+def test_a_failing_profile_costs_a_figure_and_not_the_run(monkeypatch, tmp_path_factory, capsys):
     def occupancy(run):
         raise RuntimeError("no kernels on these lines: none")
 
-    monkeypatch.setattr(serve, "jax", SimpleNamespace(default_backend=lambda: "gpu"))
+    monkeypatch.setattr(command, "jax", SimpleNamespace(default_backend=lambda: "gpu"))
     monkeypatch.setattr(timing, "occupancy", occupancy)
-    engine, said = small_engine(BenchEngine), []
-    case = serve.Case(2, LOAD_OF_FEW, SamplingParams(), None)
+    engine = small_engine(BenchEngine)
+    case = command.Case(2, LOAD_OF_FEW, SamplingParams(), None)
     trace = make_trace(case.load, vocab_size=13, max_len=48)
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
-        found, device = serve._serve(engine, case, trace, said.append)
+        found, device = command._serve(engine, case, trace)
     assert device is None and all(record.served for record in found.records) and not engine.busy
-    assert said == ["what the device did is unknown: no kernels on these lines: none"]
+    assert "what the device did is unknown: no kernels on these lines: none\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -322,11 +323,11 @@ def test_the_engine_is_made_as_asked(monkeypatch):
     def engine(model, **options):
         raise Made(options)
 
-    monkeypatch.setattr(serve, "BenchEngine", engine)
+    monkeypatch.setattr(command, "BenchEngine", engine)
 
     def made(*options):
         with pytest.raises(Made) as caught:
-            main(["bench", "--serve", str(V3), *options])
+            main(["bench", "serve", str(V3), *options])
         return caught.value.args[0]
 
     options = made(*SMALL, *ASKED, "--speculate", "2", "--implementation", "xla")
@@ -369,7 +370,7 @@ def test_the_engine_is_made_as_asked(monkeypatch):
             ["--prompt-tokens", "4096"],
             "prompt_tokens=4096 and new_tokens=64 are 4160 together, must be at most max_len",
         ),
-        (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+        (["--temperature", "-1"], "temperature=-1.0 must be a finite number of at least 0"),
         (["--speculate=-1"], "speculate=-1 must be at least 0"),
         (["--speculate", "0,-1"], "speculate=-1 must be at least 0"),
         (["--acceptance", "0.5", "--speculate", "0"], "acceptance=0.5 must be 0 to 1, with speculate or tree"),
@@ -378,22 +379,23 @@ def test_the_engine_is_made_as_asked(monkeypatch):
         (["--acceptance", "1.5", "--speculate", "2"], "acceptance=1.5 must be 0 to 1"),
         (["--tree", "3x0"], "tree '3x0' must be widths"),
         (["--implementation", "xla,reference"], "implementation='xla,reference' must be one of"),
-        (["--serve", "nowhere"], "serve='nowhere' must be a folder or one of v2-lite, v3-4-layers"),
-        (["--shape", "4x16x1x100"], "--shape must not be given with --serve"),
-        (["--model", "v2-lite"], "--model must not be given with --serve"),
-        (["--kv-len", "5"], "--kv-len must not be given with --serve"),
         (["--json", "/nodir/x.json"], "--json '/nodir/x.json' must be a file that can be written: No such file"),
         (["--plot", "/nodir/x.png"], "--plot '/nodir/x.png' must be a file that can be written: No such file"),
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(serve.report, "find_matplotlib", lambda: None)
-    assert main(["bench", "--serve", str(V3), *arguments]) == 2
+    monkeypatch.setattr(output, "find_matplotlib", lambda: None)
+    assert main(["bench", "serve", str(V3), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_is_not_there(capsys):
+    assert main(["bench", "serve", "nowhere"]) == 2
+    assert "checkpoint='nowhere' must be a folder or one of v2-lite, v3-4-layers" in capsys.readouterr().err
+
+
 def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys):
-    monkeypatch.setattr(serve.report.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(serve, "_model", None)
-    assert main(["bench", "--serve", str(V3), "--plot", "picture.png"]) == 2
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "_model", None)
+    assert main(["bench", "serve", str(V3), "--plot", "picture.png"]) == 2
     assert "pip install 'mla-attn[bench]'" in capsys.readouterr().err

@@ -1,11 +1,8 @@
-"""The report as text, as JSON and as a roofline picture."""
+"""The report as text and as a roofline picture."""
 
-import argparse
-import importlib.util
-import json
 import pathlib
 
-from mla_attn.bench.run import Result
+from mla_attn.bench.ops.run import Result
 
 
 def table(report: dict) -> str:
@@ -64,32 +61,6 @@ def _number(x: float | None) -> str:
     if x is None:
         return "-"
     return f"{x:.0f}" if x >= 1000 else f"{x:.4g}"
-
-
-def check_files(options: argparse.Namespace) -> None:
-    """ImportError or ValueError if what ``--json`` and ``--plot`` ask for cannot be made: before the run rather than
-    after it."""
-    if options.plot:
-        find_matplotlib()
-    for option, path in (("--json", options.json), ("--plot", options.plot)):
-        try:
-            if path not in (None, "-"):
-                open(path, "a", encoding="utf-8").close()
-        except OSError as error:
-            raise ValueError(f"{option} {path!r} must be a file that can be written: {error.strerror}") from None
-
-
-def save(found: dict, path: str | None) -> None:
-    """All there is as JSON, if ``--json`` names a file."""
-    if path not in (None, "-"):
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
-
-
-def find_matplotlib() -> None:
-    """ImportError that says what to install, if a picture cannot be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install 'mla-attn[bench]'")
 
 
 def plot(report: dict, path: str | pathlib.Path) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from mla_attn.bench import timing
-from mla_attn.bench.engines import BenchEngine
-from mla_attn.bench.trace import Load, Request, make_trace
+from mla_attn.bench.serve.engines import BenchEngine
+from mla_attn.bench.serve.trace import Load, Request, make_trace
 from mla_attn.engine import Engine
 from mla_attn.engine.requests import EngineStatistics, Output, SamplingParams
 

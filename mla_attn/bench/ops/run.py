@@ -1,22 +1,21 @@
 """Runs shapes and implementations side by side, and reports."""
 
 import dataclasses
-import datetime
 import functools
 import math
-import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 
-from mla_attn.bench import baseline, timing
+from mla_attn.bench import timing
 from mla_attn.bench.ceilings import Ceilings, measure_ceilings
-from mla_attn.bench.problem import Expected, Problem, errors, expected, make_problem
-from mla_attn.bench.shapes import Shape
+from mla_attn.bench.machine import machine
+from mla_attn.bench.ops import baseline
+from mla_attn.bench.ops.problem import Expected, Problem, errors, expected, make_problem
+from mla_attn.bench.ops.shapes import Shape
+from mla_attn.bench.output import say
 from mla_attn.dispatch import current_device
 from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.specs import MLASpec
@@ -91,12 +90,11 @@ def run(
     repeats: int,
     unroll: bool,
     seed: int,
-    say: Callable[[str], None],
     save: Callable[[dict], None] = lambda report: None,
 ) -> dict:
     """The report as JSON holds it: machine, configuration, ceilings, and a result per shape and implementation.
 
-    ``say`` is told of progress, ``save`` is given the report so far after every shape.
+    ``save`` is given the report so far after every shape.
     """
     configuration = {
         "implementations": list(implementations),
@@ -119,13 +117,13 @@ def run(
         say(f"[{number + 1}/{len(shapes)}] {shape.name}: making data")
         spec = MLASpec(num_heads=shape.heads, kv_lora_rank=latent[0], qk_rope_head_dim=latent[1], scale=_SCALE)
         problem = make_problem(shape, spec, page_size=page_size, dtype=jnp.dtype(dtype), seed=seed + number)
-        results = _run_shape(problem, implementations, ceilings, repeats, unroll, say)
+        results = _run_shape(problem, implementations, ceilings, repeats, unroll)
         report["results"] += [dataclasses.asdict(result) for result in results]
         save(report)
     return report
 
 
-def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: int, unroll: bool, say) -> list[Result]:
+def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: int, unroll: bool) -> list[Result]:
     """Checks every implementation, then times those that are right in turns, so that drift meets all alike."""
     shape, pool = problem.shape, problem.pool
     flops, nbytes = shape.flops(problem.spec), shape.bytes(problem.spec, pool.dtype.itemsize)
@@ -229,23 +227,3 @@ def _kernels(candidate: _Candidate, layers, repeats: int) -> dict[str, tuple[flo
         timing.rest()
         profiles.append(timing.kernel_seconds(calls, _PROFILED_CALLS))
     return sorted(profiles, key=lambda kernels: sum(seconds for _, seconds in kernels.values()))[repeats // 2]
-
-
-def machine() -> dict[str, str]:
-    """What a figure must name beside it."""
-    device = jax.devices()[0]
-    return {
-        "device": f"{_cpu_name()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind,
-        "platform": device.client.platform_version,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_attn.bench.shapes import Shape
+from mla_attn.bench.ops.shapes import Shape
 from mla_attn.cache import LatentPool
 from mla_attn.metadata import AttentionMetadata, for_decode, for_target_verify
 from mla_attn.ops import mla_attention

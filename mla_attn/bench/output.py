@@ -1,0 +1,48 @@
+"""Where benchmarks write: progress to stderr, and the files of ``--json`` and ``--plot``."""
+
+import argparse
+import importlib.util
+import json
+import sys
+
+
+def say(text: str) -> None:
+    """Tell of progress, apart from the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, picture: str | None) -> None:
+    """``--json``, and ``--plot`` where there is a picture to draw."""
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the full report to FILE, or print it for the table"
+    )
+    if picture is not None:
+        parser.add_argument("--plot", metavar="FILE", help=f"draw {picture} (needs matplotlib)")
+    else:
+        parser.set_defaults(plot=None)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """ImportError or ValueError if what ``--json`` and ``--plot`` ask for cannot be made: before the run rather than
+    after it."""
+    if options.plot:
+        find_matplotlib()
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        try:
+            if path not in (None, "-"):
+                open(path, "a", encoding="utf-8").close()
+        except OSError as error:
+            raise ValueError(f"{option} {path!r} must be a file that can be written: {error.strerror}") from None
+
+
+def save(report: dict, path: str | None) -> None:
+    """Write a report as JSON, if ``--json`` names a file."""
+    if path not in (None, "-"):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+
+
+def find_matplotlib() -> None:
+    """ImportError that says what to install, if a picture cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install 'mla-attn[bench]'")
