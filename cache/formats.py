@@ -38,7 +38,7 @@ class RowFormat:
         return kv_lora_rank, rope_dim
 
     def row_bytes(self, kv_lora_rank: int, rope_dim: int) -> int:
-        """Bytes of a token that are written and read; the pool's rows may be wider."""
+        """Bytes of both parts."""
         return sum(self.widths(kv_lora_rank, rope_dim)) * self.storage_dtype.itemsize
 
     def encode(

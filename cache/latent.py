@@ -138,6 +138,11 @@ class LatentPool(PagedPool):
         return self.data.shape[2]
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a token that are written and read, however wide the rows of ``data`` are."""
+        return self.format.row_bytes(self.kv_lora_rank, self.rope_dim)
+
+    @property
     def dtype(self) -> np.dtype:
         """Type that rows are read in."""
         return self.format.dtype

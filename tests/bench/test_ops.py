@@ -51,14 +51,14 @@ def test_operations_and_bytes_of_a_ragged_causal_call():
     pairs = (4 + 5) + (2 + 3)  # the first of two rows does not see the last key
     assert shape.flops(spec) == pairs * 3 * 2 * ((4 + 2) + 4)
     cached, rows = (5 + 3) * 6, 2 * 2 * 3 * (6 + 4)  # 2 requests x 2 query tokens x 3 heads, queries in and output out
-    assert shape.bytes(spec, 2) == 2 * (cached + rows)
+    assert shape.bytes(spec, row_bytes=12, itemsize=2) == 2 * (cached + rows)
 
 
 def test_operations_and_bytes_of_deepseek():
     spec = MLASpec(num_heads=128, kv_lora_rank=512, qk_rope_head_dim=64, scale=1.0)
     shape = parse_shape("128x128x1x4096")
     assert shape.flops(spec) == 2176 * 128 * 128 * 4096
-    assert shape.bytes(spec, 2) == 1152 * 128 * 4096 + 2 * 1088 * 128 * 128
+    assert shape.bytes(spec, row_bytes=1152, itemsize=2) == 1152 * 128 * 4096 + 2 * 1088 * 128 * 128
 
 
 def test_bound_is_the_slower_of_memory_and_compute():

@@ -273,6 +273,7 @@ def test_rows_of_other_systems(width, rope_offset):
     """What is written is read; elements beside the two parts keep their bits, and rows move whole."""
     pool = wide_pool(width, rope_offset)
     assert (pool.latent_dim, pool.row_width, pool.rope_offset, pool.num_layers) == (7, width, rope_offset, 1)
+    assert pool.row_bytes == 4 * 7
     latent, rope = new_rows(20, 4)
     slots = [14, 0, -1, 7]
     got = write(pool, latent, rope, jnp.asarray(slots), 0)

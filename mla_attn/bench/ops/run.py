@@ -126,7 +126,8 @@ def run(
 def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: int, unroll: bool) -> list[Result]:
     """Checks every implementation, then times those that are right in turns, so that drift meets all alike."""
     shape, pool = problem.shape, problem.pool
-    flops, nbytes = shape.flops(problem.spec), shape.bytes(problem.spec, pool.dtype.itemsize)
+    itemsize = problem.q_latent.dtype.itemsize
+    flops, nbytes = shape.flops(problem.spec), shape.bytes(problem.spec, row_bytes=pool.row_bytes, itemsize=itemsize)
     seconds, bound = ceilings.bound(flops, nbytes)
     want = expected(problem, pool.num_layers - 1)
     results, candidates = [], []

@@ -60,10 +60,16 @@ class Shape:
         pairs = sum(kv * self.q_len - self.q_len * (self.q_len - 1) // 2 for kv in self.kv_lens)
         return 2 * (spec.latent_dim + spec.kv_lora_rank) * self.heads * pairs
 
-    def bytes(self, spec: MLASpec, itemsize: int) -> int:
-        """Least memory traffic: each cached row once per request, queries in, output out."""
+    def bytes(self, spec: MLASpec, *, row_bytes: int, itemsize: int) -> int:
+        """Least memory traffic: each cached row once per request, queries in, output out.
+
+        Args:
+            spec: channels of queries and outputs.
+            row_bytes: of a cached row.
+            itemsize: bytes of a channel of queries and outputs.
+        """
         rows = len(self.kv_lens) * self.q_len * self.heads
-        return itemsize * (sum(self.kv_lens) * spec.latent_dim + rows * (spec.latent_dim + spec.kv_lora_rank))
+        return row_bytes * sum(self.kv_lens) + itemsize * rows * (spec.latent_dim + spec.kv_lora_rank)
 
 
 def parse_shape(text: str) -> Shape:
