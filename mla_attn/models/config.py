@@ -68,7 +68,7 @@ FIXED = {
 # Of rope_scaling and rope_parameters.
 _TRAINED = {"original_max_position_embeddings": Setting(integer(1, LARGEST_INT32))}
 YARN = {
-    "factor": Setting(number(above=0.0)),
+    "factor": Setting(number(least=1.0)),
     **_TRAINED,
     "beta_fast": Setting(number(above=0.0), 32.0),
     "beta_slow": Setting(number(above=0.0), 1.0),
@@ -156,6 +156,9 @@ class DeepseekConfig:
         )
 
     def __post_init__(self):
+        if self.yarn is not None:
+            for name in ("softmax_factor", "rotation_scale"):  # mscale within float32 may leave it by these
+                number(above=0.0)(f"rope scaling of {self.yarn}: {name}", getattr(self.yarn, name))
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: rope turns pairs")
         if self.num_nextn_predict_layers > 1:

@@ -279,7 +279,8 @@ class Attention(nnx.Module):
     """Multi-head latent attention: what is cached is one latent row and one rope key per token, for all heads.
 
     ``w_uk`` [H, Dn, R] and ``w_uv`` [H, V, R] are the two halves of the checkpoint's ``kv_b_proj``: they expand a
-    latent row to per-head keys and values, or are absorbed into the query and the output.
+    latent row to per-head keys and values, or are absorbed into the query and the output. The norms of the latents take
+    ``rms_norm_eps`` like all others, as in serving engines; DeepSeek's own code and transformers always use 1e-6 there.
     """
 
     def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):

@@ -82,17 +82,17 @@ def read_config(folder: Path) -> DeepseekConfig:
         CheckpointError: a file that is damaged, or the first one missing.
         ValueError: values that make no sense or are not supported.
     """
+    data, more = read_json(folder / CONFIG), {}
+    if os.path.lexists(folder / GENERATION_CONFIG):
+        more = read_json(folder / GENERATION_CONFIG)
+    file = folder / CONFIG
     try:
-        file = folder / CONFIG
-        config = DeepseekConfig.from_hf(read_json(file))
-        file, more = folder / GENERATION_CONFIG, ()
-        if os.path.lexists(file):
-            more = read_settings(read_json(file), END_TOKENS)["eos_token_id"]
-    except CheckpointError:
-        raise
+        config = DeepseekConfig.from_hf(data)
+        file = folder / GENERATION_CONFIG
+        ends = read_settings(more, END_TOKENS)["eos_token_id"]
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,9 @@ class Router(nnx.Module):
         """Experts of each token and their weights (arXiv:2405.04434 section 2.2.2, arXiv:2412.19437 section 2.1.2).
 
         ``greedy``: the best k. ``group_limited_greedy``: the best k of the groups with the best expert. ``noaux_tc``:
-        the same with groups judged by their best two, a learned bias added for choosing but not for weighing.
+        the same with groups judged by their best two, a learned bias added for choosing but not for weighing. With
+        ``norm_topk_prob`` weights are normed and then scaled, for all three: V2's published code scales only weights
+        that are not normed.
         """
         config = self.config
         scores = dot(x.astype(jnp.float32), self.kernel[...])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from mla_attn.models.files import CheckpointError, open_file, read_bytes, read_json
-from mla_attn.models.settings import LARGEST_INT32, Setting, boolean, integer, is_integer, read_settings, section
+from mla_attn.models.settings import LARGEST_INT32, Setting, boolean, integer, read_settings, section
 
 END_OF_BYTES = 256  # ids from here on are special tokens of a byte-level checkpoint, and have no text
 LARGEST_BYTE_LEVEL = 512  # vocabulary of such a checkpoint
@@ -337,8 +337,8 @@ def _added_tokens(file: Path, config: Mapping[str, Any], first: int) -> dict[int
         names = {}
         for key, entry in added.items():
             label = f"added_tokens_decoder {key}"
-            number = int(key) if key.isdecimal() and len(key) < 10 else None
-            if not is_integer(number) or not first <= number < first + TiktokenTokenizer.RESERVED:
+            number = int(key) if re.fullmatch(r"[0-9]{1,9}", key) else -1
+            if not first <= number < first + TiktokenTokenizer.RESERVED:
                 last = first + TiktokenTokenizer.RESERVED - 1
                 raise ValueError(f"{label} must be an id from {first}, after those of tiktoken.model, to {last}")
             special = read_settings(section(label, entry), {"special": Setting(boolean, True)}, within=label)["special"]
