@@ -10,8 +10,8 @@ positions between its old and its new length, so one rule keeps shared pages fro
 then finds the request's last, partly filled page unshared, by construction. The host cannot copy rows, so both methods
 return how many leading tokens still have rows; the caller computes the others again, or copies them on the device.
 
-A prefix cache (``mla_attn.cache.prefix``) needs nothing more: a cached prefix is a request that nobody runs, forked
-from the request that computed it and freed when it is evicted.
+A prefix cache (``mla_attn.cache.prefix``) holds full pages by themselves, beside the requests that do: ``hold`` and
+``release``; ``adopt`` begins a request with such pages.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class PageAllocator:
             check_integer(name, value, 1)
         self.num_pages, self.page_size, self.table_width = int(num_pages), int(page_size), int(table_width)
         self._free = list(range(self.num_pages))  # a heap, as any sorted list is
-        self._holders = np.zeros(self.num_pages, np.int32)  # requests whose table names the page; 0 = free
+        self._holders = np.zeros(self.num_pages, np.int32)  # requests whose table names the page, and holds; 0 = free
         self._requests: dict[Hashable, _Request] = {}
 
     def create(self, request: Hashable, num_tokens: int = 0) -> None:
@@ -137,6 +137,33 @@ class PageAllocator:
         self._requests[child] = _Request(row, full * self.page_size)
         return full * self.page_size
 
+    def adopt(self, request: Hashable, pages: Sequence[int]) -> None:
+        """Adds a request whose first pages are ``pages``, which others hold too; each is full.
+
+        Raises:
+            ValueError: ``request`` is live, a page is free, or there are more than ``table_width`` of them.
+        """
+        self._check_new("request", request)
+        check_integer("len(pages)", len(pages), 0, self.table_width)
+        for page in pages:
+            self._check_held(page)
+        row = np.full(self.table_width, -1, np.int32)
+        row[: len(pages)] = pages
+        self._holders[row[: len(pages)]] += 1
+        self._requests[request] = _Request(row, len(pages) * self.page_size)
+
+    def hold(self, page: int) -> None:
+        """Holds a full page beside the requests that do, so that it outlives them; ValueError if it is free."""
+        self._check_held(page)
+        self._holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """Gives up a ``hold``: the page is free if nobody else holds it. ValueError if it is free already."""
+        self._check_held(page)
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            heapq.heappush(self._free, page)
+
     def free(self, request: Hashable) -> None:
         """Removes a request; pages that nobody else holds become free.
 
@@ -172,7 +199,7 @@ class PageAllocator:
 
     @property
     def holders(self) -> Int32[np.ndarray, "N"]:
-        """How many requests hold each page, now and later: a view that cannot be written."""
+        """How many hold each page, now and later: a view that cannot be written."""
         view = self._holders.view()
         view.flags.writeable = False
         return view
@@ -184,12 +211,12 @@ class PageAllocator:
 
     @property
     def num_used(self) -> int:
-        """Pages some request holds, each counted once."""
+        """Pages that somebody holds, each counted once."""
         return self.num_pages - len(self._free)
 
     @property
     def num_shared(self) -> int:
-        """Pages several requests hold, each counted once."""
+        """Pages that several hold, each counted once."""
         return int(np.count_nonzero(self._holders > 1))
 
     def _num_pages(self, num_tokens: int) -> int:
@@ -217,6 +244,11 @@ class PageAllocator:
         if request not in self._requests:
             raise ValueError(f"{name}={request!r} must be one of the {len(self._requests)} live requests")
         return self._requests[request]
+
+    def _check_held(self, page: int) -> None:
+        check_integer("page", page, 0, self.num_pages - 1)
+        if self._holders[page] == 0:
+            raise ValueError(f"page={page} must be one that is held")
 
     def _check_new(self, name: str, request: Hashable) -> None:
         if request in self._requests:

@@ -1,12 +1,11 @@
 """Prefix reuse by content: which cached pages already hold the first tokens of a prompt.
 
-Kept sequences are requests of the page allocator that nobody runs: a fork of a request keeps its full pages when it
-ends. A digest of all tokens up to a page's end names that page, so a prompt finds the longest run of pages that holds
-its first tokens, whoever computed them.
+A digest of all tokens up to a page's end names that page, so a prompt finds the longest run of pages that holds its
+first tokens, whoever computed them. The cache holds each such page once, beside the requests that do, so that it stays
+when they end.
 """
 
 import collections
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Hashable, Sequence
@@ -17,15 +16,6 @@ from mla_attn.cache.allocator import PageAllocator
 from mla_attn.checks import INT32_MAX, check_integer
 
 
-@dataclasses.dataclass
-class _Kept:
-    """A kept sequence: page i of ``row`` ends what digest i names."""
-
-    digests: list[bytes]
-    row: np.ndarray
-    found_by: int = 0  # digests that lead here
-
-
 class PrefixCache:
     """Full pages of past and running requests, found by their tokens; the least recently used go first.
 
@@ -33,127 +23,101 @@ class PrefixCache:
         pages: the allocator, whose requests share their pages with what is kept here.
 
     Attributes:
-        held: int32 [N], how many kept sequences hold each page.
+        held: int32 [N], 1 for each page that is kept here.
     """
 
     def __init__(self, pages: PageAllocator):
         self._pages = pages
-        self._names = itertools.count()
         self.held = np.zeros(pages.num_pages, np.int32)
-        self._kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()  # least recently used first
-        # Each digest's sequence: the one kept last. A sequence to which no digest leads is of no use and is let go.
-        self._holder: dict[bytes, Hashable] = {}
+        self._kept: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
 
     @property
     def num_pages(self) -> int:
-        """Pages whose content can be found, each counted once."""
-        return len(self._holder)
+        """Pages whose content can be found."""
+        return len(self._kept)
 
     @property
     def num_idle_pages(self) -> int:
         """Pages that nobody holds but this cache: ``evict`` can free as many."""
-        return int(np.count_nonzero((self.held > 0) & (self.held == self._pages.holders)))
+        return int(np.count_nonzero((self.held > 0) & (self._pages.holders == 1)))
 
-    def fork(self, request: Hashable, tokens: Sequence[int], *, kind: Hashable = None) -> int:
-        """Adds ``request`` to the allocator, sharing the longest kept run of full pages that begins ``tokens``.
+    def extend_digests(
+        self, digests: list[bytes], tokens: Sequence[int] | np.ndarray, *, kind: Hashable = None
+    ) -> None:
+        """Append the names of the full pages of ``tokens`` that ``digests`` does not have yet.
+
+        Args:
+            digests: names of the first pages, of an earlier call for a beginning of ``tokens``; empty at first.
+            tokens: a request's first tokens.
+            kind: pages are found by requests of an equal kind alone.
+        """
+        size = self._pages.page_size
+        data = np.asarray(tokens[len(digests) * size :])  # int32 would round or wrap, into other tokens
+        if data.size and not (data.dtype.kind in "iu" and data.min() >= -INT32_MAX and data.max() <= INT32_MAX):
+            raise ValueError(f"tokens={tokens!r} must be integers of at most {INT32_MAX}")
+        data = data.astype(np.int32)
+        digest = digests[-1] if digests else repr(kind).encode()
+        for begin in range(0, len(data) - size + 1, size):
+            digest = hashlib.blake2b(digest + data[begin : begin + size].tobytes(), digest_size=16).digest()
+            digests.append(digest)
+
+    def fork(self, request: Hashable, digests: Sequence[bytes]) -> int:
+        """Adds ``request`` to the allocator with the longest kept run of pages that begins ``digests``.
 
         Args:
             request: of ``PageAllocator.create``.
-            tokens: the request's tokens whose rows may be taken from there.
-            kind: only what was kept under an equal kind is found.
+            digests: names of the pages whose rows may be taken from there.
 
         Returns:
             Tokens that are shared, a multiple of the page size, 0 if none.
         """
-        known = itertools.takewhile(self._holder.__contains__, self._digests(tokens, kind))
-        path = [self._holder[digest] for digest in known]
-        if not path:
-            self._pages.create(request)
-            return 0
-        self._touch(path)
-        return self._pages.fork(path[-1], request, len(path) * self._pages.page_size)
+        found = list(itertools.takewhile(self._kept.__contains__, digests))
+        self._touch(found)
+        self._pages.adopt(request, [self._kept[digest] for digest in found])
+        return len(found) * self._pages.page_size
 
-    def keep(self, request: Hashable, tokens: Sequence[int], *, kind: Hashable = None) -> None:
-        """Keeps the full pages of a live request's first ``tokens``, whose rows are final, also after it is freed.
+    def keep(self, request: Hashable, digests: Sequence[bytes], *, begin: int = 0) -> None:
+        """Keeps the first pages of a live request, whose rows are final, also after it is freed. Of a page that is kept
+        already the other copy stays.
 
         Args:
             request: live in the allocator.
-            tokens: its first tokens, at most its length.
-            kind: as in ``fork``.
+            digests: names of its first pages.
+            begin: pages that were kept by an earlier call.
         """
-        digests = self._digests(tokens, kind)
-        # Not the last one alone: the way to it may have led through a sequence that is gone.
-        if all(digest in self._holder for digest in digests):
-            self._touch([self._holder[digest] for digest in digests])
-            return
-        name = ("kept", next(self._names))
-        self._pages.fork(request, name, len(digests) * self._pages.page_size)
-        sequence = self._kept[name] = _Kept(digests, self._pages.table([name])[0, : len(digests)], len(digests))
-        self.held[sequence.row] += 1
-        for digest in digests:
-            before = self._holder.get(digest)
-            self._holder[digest] = name
-            if before is not None:
-                self._lose(before)
+        row = self._pages.table([request])[0]
+        for page, digest in zip(row[begin:].tolist(), digests[begin:], strict=False):
+            if digest not in self._kept:
+                self._pages.hold(page)
+                self._kept[digest] = page
+                self.held[page] = 1
+        self._touch(digests[begin:])
 
     def evict(self, num_pages: int) -> bool:
         """Let go of least recently used pages until ``num_pages`` are free in the allocator; of none if that cannot be.
 
-        The end of a sequence goes before its beginning. Returns whether that many are free now.
+        The end of a text goes before its beginning. Returns whether that many are free now.
         """
         num_pages = check_integer("num_pages", num_pages, 0)
         if num_pages > self._pages.num_free + self.num_idle_pages:
             return False
-        for name in list(self._kept):
-            while self._pages.num_free < num_pages and name in self._kept and self._ends_exclusive(name):
-                self._drop_last(name)
+        holders, missing = self._pages.holders, max(num_pages - self._pages.num_free, 0)
+        idle = (digest for digest, page in self._kept.items() if holders[page] == 1)
+        for digest in list(itertools.islice(idle, missing)):
+            self._drop(digest)
         return True
 
     def clear(self) -> None:
         """Let go of everything."""
-        for name in self._kept:
-            self._pages.free(name)
-        self._kept.clear()
-        self._holder.clear()
-        self.held[:] = 0
+        for digest in list(self._kept):
+            self._drop(digest)
 
-    def _touch(self, path: list[Hashable]) -> None:
-        """Mark as used, the first of ``path`` last: who holds a beginning outlives who holds what follows it."""
-        for name in reversed(path):
-            self._kept.move_to_end(name)
+    def _drop(self, digest: bytes) -> None:
+        page = self._kept.pop(digest)
+        self.held[page] = 0
+        self._pages.release(page)
 
-    def _ends_exclusive(self, name: Hashable) -> bool:
-        """Whether nobody else holds the last page of a kept sequence. If somebody does, it holds all before it too."""
-        return bool(self._pages.holders[self._kept[name].row[-1]] == 1)
-
-    def _drop_last(self, name: Hashable) -> None:
-        sequence = self._kept[name]
-        digest = sequence.digests.pop()
-        self.held[sequence.row[-1]] -= 1
-        sequence.row = sequence.row[:-1]
-        self._pages.truncate(name, len(sequence.digests) * self._pages.page_size)
-        if self._holder.get(digest) == name:
-            del self._holder[digest]
-            self._lose(name)
-
-    def _lose(self, name: Hashable) -> None:
-        """A digest leads elsewhere now."""
-        sequence = self._kept[name]
-        sequence.found_by -= 1
-        if not sequence.found_by:
-            self.held[sequence.row] -= 1
-            del self._kept[name]
-            self._pages.free(name)
-
-    def _digests(self, tokens: Sequence[int], kind: Hashable) -> list[bytes]:
-        """A name for each full page: a digest of the kind and all tokens up to its end."""
-        size = self._pages.page_size
-        data = np.asarray(tokens)  # not as int32: rounded or wrapped, tokens would be taken for others
-        if data.size and not (data.dtype.kind in "iu" and data.min() >= -INT32_MAX and data.max() <= INT32_MAX):
-            raise ValueError(f"tokens={tokens!r} must be integers of at most {INT32_MAX}")
-        data = data.astype(np.int32)
-        digest, names = repr(kind).encode(), []
-        for begin in range(0, len(data) - size + 1, size):
-            digest = hashlib.blake2b(digest + data[begin : begin + size].tobytes(), digest_size=16).digest()
-            names.append(digest)
-        return names
+    def _touch(self, digests: Sequence[bytes]) -> None:
+        """The first last: a beginning outlives what follows it."""
+        for digest in reversed(digests):
+            self._kept.move_to_end(digest)

@@ -23,7 +23,7 @@ def sample(
 
     Args:
         logits: float32, of each row of each request.
-        positions: where each row stands; a row at p draws the token at p + 1.
+        positions: of the rows; a row at p draws the token at p + 1.
         temperature: what logits are divided by; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens; 0 from all. Of equal logits at the edge all stay.
         top_p: then draw from the fewest likeliest tokens whose probability, as a share of those that stay, reaches p

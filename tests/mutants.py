@@ -33,7 +33,7 @@ METADATA = "tests/metadata/test_builders.py"
 STEPS = "tests/steps/test_mla.py"
 SAMPLING = "tests/test_sampling.py::"
 PREFIX = "tests/cache/test_prefix.py::"
-SLOTS = "tests/passes/test_state.py"
+STATE = "tests/engine/test_state.py"
 ENGINE = "tests/engine/test_engine.py::"
 COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
 COMBINED = "tests/pallas_kernels/test_combine.py"
@@ -99,13 +99,13 @@ MUTANTS = (
     Mutant("draws the same at every position", "mla_attn/sampling.py", "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)", SAMPLING + "test_seeds_and_positions_make_other_draws"),
     Mutant("top-p after all tokens, not after top-k", "mla_attn/sampling.py", "masses = jnp.where(keys >= least[..., None], jnp.exp(logits), 0.0)", "masses = jnp.exp(logits)", SAMPLING + "test_distribution"),
     Mutant("pages found by their own tokens alone", "cache/prefix.py", "hashlib.blake2b(digest + data[", "hashlib.blake2b(data[", PREFIX + "test_the_same_page_after_another_beginning_is_another"),
-    Mutant("beginnings let go before ends", "cache/prefix.py", "for name in reversed(path):", "for name in path:", PREFIX + "test_who_leads_to_a_page_is_used_with_it"),
-    Mutant("padding requests write a slot", "mla_attn/passes/state.py", "own = jnp.where(live, own, slots", "own = jnp.where(live | ~live, own, slots", SLOTS),
-    Mutant("padding requests draw", "mla_attn/passes/state.py", "jnp.where(live, taken[\"temperature\"], 0.0)", "taken[\"temperature\"]", SLOTS),
-    Mutant("a lost beginning stays lost", "cache/prefix.py", "if all(digest in self._holder for digest in digests):", "if not digests or digests[-1] in self._holder:", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
-    Mutant("a callback's interrupt goes through", "mla_attn/engine/engine.py", "except BaseException as error:", "except Exception as error:", ENGINE + "test_whatever_a_callback_raises_loses_nobody_elses_token"),
-    Mutant("room for one row in flight too few", "mla_attn/engine/engine.py", "request.prompt_rows + request.rows + request.ahead", "request.prompt_rows + request.rows", ENGINE + "test_tokens"),
-    Mutant("preempted requests lose their tokens", "mla_attn/engine/engine.py", "self._waiting.appendleft(request)", "del request.tokens[request.prompt_len :]; self._waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),
+    Mutant("beginnings let go before ends", "cache/prefix.py", "for digest in reversed(digests):", "for digest in digests:", PREFIX + "test_a_common_beginning_outlives_what_follows_it"),
+    Mutant("padding requests write a slot", "mla_attn/engine/state.py", "slots = jnp.where(live, slots, ", "slots = jnp.where(live | ~live, slots, ", STATE),
+    Mutant("padding requests draw", "mla_attn/engine/state.py", "jnp.where(live, x[\"temperature\"], 0.0)", "x[\"temperature\"]", STATE),
+    Mutant("a lost beginning stays lost", "cache/prefix.py", "if digest not in self._kept:", "if digest not in self._kept and digests[-1] not in self._kept:", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
+    Mutant("a callback's interrupt goes through", "mla_attn/engine/outputs.py", "except BaseException as error:", "except Exception as error:", ENGINE + "test_whatever_a_callback_raises_loses_nobody_elses_token"),
+    Mutant("room for one row in flight too few", "mla_attn/engine/scheduler.py", "request.num_decoded_rows + request.num_rows_in_flight", "request.num_decoded_rows", ENGINE + "test_tokens"),
+    Mutant("preempted requests lose their tokens", "mla_attn/engine/scheduler.py", "self.waiting.appendleft(request)", "request.num_tokens = request.prompt_len; self.waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),
     Mutant("a group's last tile forgotten", WORK, "_slots(last + 1, plan, kv_stride)", "_slots(last, plan, kv_stride)", SCHEDULE + "test_any_batch"),
     Mutant("stride of the causal limit forgotten", WORK, "jnp.clip(-(-end // kv_stride), 0,", "jnp.clip(end, 0,", SCHEDULE + "test_any_batch"),
     Mutant("rows after the last request not zeroed", WORK, "tokens - ends.max(initial=0)", "0", SCHEDULE + "test_any_batch"),
@@ -135,7 +135,7 @@ MUTANTS = (
     Mutant("half-split pairs turned as interleaved ones", "mla_attn/models/deepseek.py", "config.qk_nope_head_dim, config.rope_interleave", "config.qk_nope_head_dim, True", "tests/models/test_variants.py"),
     Mutant("queries not scaled by position", "mla_attn/models/deepseek.py", '"query_scaling": self.query_scaling,', '"query_scaling": None,', "tests/models/test_variants.py"),
     Mutant("negative zero below zero", "mla_attn/sampling.py", "jnp.where(x == 0, 0.0, x)", "x", SAMPLING + "test_zeros_of_either_sign_are_equal"),
-    Mutant("draft passes all told to be the first", "mla_attn/engine/engine.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/engine/test_engine.py::test_what_draft_passes_are_told"),
+    Mutant("draft passes all told to be the first", "mla_attn/engine/inputs.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/engine/test_engine.py::test_what_draft_passes_are_told"),
     Mutant("equal logits at the edge are cut", "mla_attn/sampling.py", "return jnp.where(keys >= least[..., None], logits, -jnp.inf)", "return jnp.where(keys > least[..., None], logits, -jnp.inf)", SAMPLING + "test_equal_logits_at_the_edge_stay"),
     Mutant("weights in containers of Flax", "mla_attn/passes/passes.py", "self.state = tuple(leaves)", "self.state = state", "tests/test_buckets.py::test_weights_are_a_plain_tuple_of_arrays"),
     Mutant("the fastest profile for the median", "mla_attn/bench/ops/run.py", "[repeats // 2]", "[0]", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),

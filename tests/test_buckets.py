@@ -13,7 +13,7 @@ from mla_attn import buckets as module
 from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
 from mla_attn.models import DeepseekForCausalLM
 from mla_attn.models.deepseek import GROUP
-from mla_attn.passes import Passes, Shapes
+from mla_attn.passes import SAMPLING, DraftPasses, Passes, Shapes, zeros
 from mla_attn.speculative import DraftTree
 
 compile_events = []
@@ -221,13 +221,12 @@ def passes():
         table_width=W,
         page_size=P,
         max_len=W * P,
-        tree=DraftTree((1,) * DRAFTS),
-        chunked=True,
     )
     made = Passes(model, shapes)
     pool, begin = fresh_pools(made), len(compile_events)
     # One program for each number of requests and, for prompts, of rows.
-    warm_up([*made.buckets, made.decode], made.state, pool, progress=False)
+    made.drafting = DraftPasses(made, model, DraftTree((1,) * DRAFTS))
+    warm_up([made.prefill, made.extend, made.decode, *made.drafting.all], made.state, pool, progress=False)
     assert len(compile_events) - begin == 3 * len(BATCHES) * len(ROWS) + 4 * len(BATCHES)
     return made
 
@@ -239,13 +238,13 @@ def test_weights_are_a_plain_tuple_of_arrays(passes):
 
 def fresh_pools(passes, seed=0):
     """Pools of random rows."""
-    pools, rng = passes._model(passes.state).create_pools(num_pages=4 * W + 3, page_size=P), np.random.default_rng(seed)
+    pools, rng = passes.model(passes.state).create_pools(num_pages=4 * W + 3, page_size=P), np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), pools)
 
 
 def bucket(passes, name):
-    found = getattr(passes, name)
-    return found[0] if isinstance(found, list) else found
+    found = getattr(passes if hasattr(type(passes), name) else passes.drafting, name)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def some_tokens(rng, *shape):
@@ -279,9 +278,9 @@ def prompt_call(name, rng, q_lens):
     call = {"seq_lens": prefix + q_lens, "q_lens": q_lens}
     if name == "draft_prefill":
         call |= {"next_tokens": some_tokens(rng, rows), "sampled": some_tokens(rng, len(q_lens))}
-        call["hidden"] = some_hidden(rng, rows)
+        call["prompt_hidden"] = some_hidden(rng, rows)
     else:
-        call["tokens"] = some_tokens(rng, rows)
+        call |= {"prompt_tokens": some_tokens(rng, rows), **zeros(SAMPLING, {"B": len(q_lens)}, None)}
     return call, [range(p, p + q) for p, q in zip(prefix, q_lens, strict=True)]
 
 
@@ -290,9 +289,10 @@ def step_call(name, rng, active):
     lens = rng.integers(0, W * P - 4, batch).astype(np.int32)
     call = {"lens": lens, "active": active}
     if name == "decode":
-        call["tokens"] = some_tokens(rng, batch)
+        call |= {"tokens": some_tokens(rng, batch), **zeros(SAMPLING, {"B": batch}, None)}
     elif name == "target_verify":
         call |= {"tokens": some_tokens(rng, batch), "drafts": some_tokens(rng, batch, DRAFTS)}
+        call |= zeros(SAMPLING, {"B": batch}, None)
         count = active * (DRAFTS + 1)
     elif name == "draft_decode":
         call |= {"step": np.int32(0), "num_drafted": np.int32(0)}
@@ -300,7 +300,7 @@ def step_call(name, rng, active):
     else:
         count = active * rng.integers(1, DRAFTS + 2, batch).astype(np.int32)
         call |= {"emitted": some_tokens(rng, batch, DRAFTS + 1), "num_emitted": count, "lens": lens + count}
-        call["hidden"] = some_hidden(rng, batch, DRAFTS + 1)
+        call["emitted_hidden"] = some_hidden(rng, batch, DRAFTS + 1)
     return call, [range(n, n + c) for n, c in zip(lens, count, strict=True)]
 
 
@@ -327,9 +327,9 @@ def test_padding_writes_nothing(passes, name):
     """Three requests in a bucket of four, one of them without rows: what changes are the rows of the other two."""
     rng, before = np.random.default_rng(1), fresh_pools(passes)
     call, written = random_call(passes, name, rng, q_lens=[3, 0, 4], live=[1, 0, 1])
-    rows = np.array(before.data).reshape(2, -1, before.latent_dim)
+    rows = np.array(before[GROUP].data).reshape(2, -1, before[GROUP].data.shape[-1])
     _, after = bucket(passes, name)(passes.state, before, call)
-    changed = (np.asarray(after.data).reshape(rows.shape) != rows).any(axis=-1)
+    changed = (np.asarray(after[GROUP].data).reshape(rows.shape) != rows).any(axis=-1)
     want = np.zeros_like(changed)
     layer = int(name.startswith("draft"))
     for b, positions in enumerate(written):

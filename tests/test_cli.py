@@ -13,7 +13,7 @@ import pytest
 
 from checkpoints import V2, V3
 from mla_attn import cli, engine, generation
-from mla_attn.engine.requests import EngineStatistics
+from mla_attn.engine import EngineStatistics
 from mla_attn.models.tokenizer import ByteTokenizer, load_tokenizer
 from mla_attn.speculative import DraftTree
 from recorder import programs_kept

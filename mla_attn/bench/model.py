@@ -17,7 +17,7 @@ from mla_attn.bench.output import say
 from mla_attn.buckets import warm_up
 from mla_attn.dispatch import NAMES
 from mla_attn.models import random_model
-from mla_attn.passes import Passes, Shapes
+from mla_attn.passes import SAMPLING, Passes, Shapes, zeros
 
 _STEPS = 20
 
@@ -175,15 +175,15 @@ def measure(
 def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
     """Median wall and dispatch microseconds of a step in rows of dependent ones, and its kernels."""
     batch = table.shape[0]
-    lens, active = jax.device_put(np.full(batch, cached, np.int32)), jax.device_put(np.ones(batch, np.int32))
+    fixed = {"lens": np.full(batch, cached, np.int32), "active": np.ones(batch, np.int32)}
+    fixed = jax.device_put(fixed | zeros(SAMPLING, {"B": batch}, None)) | {"page_table": table}
     state = {"pools": pools, "tokens": jax.device_put(np.zeros(batch, np.int32))}
 
     def run() -> float:
         """``_STEPS`` steps, each from the tokens of the one before; host seconds to dispatch them."""
         begin = time.perf_counter()
         for _ in range(_STEPS):
-            inputs = {"page_table": table, "lens": lens, "active": active, "tokens": state["tokens"]}
-            out, state["pools"] = passes.decode(passes.state, state["pools"], inputs)
+            out, state["pools"] = passes.decode(passes.state, state["pools"], fixed | {"tokens": state["tokens"]})
             state["tokens"] = out["tokens"]
         host = time.perf_counter() - begin
         jax.block_until_ready(state["tokens"])

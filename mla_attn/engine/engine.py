@@ -1,106 +1,55 @@
 """Continuous batching over the passes: requests in, token streams out.
 
-A step of the engine admits requests, launches a pass over prompt parts and, for each kind of speculation among the
-running requests, a decode pass or a round of drafting and verifying; then it reads the tokens of the step *before*. So
-the device has work while the host hands out tokens: what a step needs of the one before it lies in the requests' slots
-on the device. The host plans with what it knows, the most tokens a request can have by now.
+A step of the engine admits requests, launches a pass over prompts and, for each kind of speculation among the running
+requests, a decode pass or a round of drafting and verifying; then it reads the tokens of the step *before*. So the
+device has work while the host hands out tokens: what a step needs of the one before it is in the requests' state on the
+device. The host plans with what it knows, the most tokens a request can have by now.
 """
 
 import asyncio
 import collections
 import dataclasses
-import functools
 import itertools
-import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from mla_attn.buckets import backend_compiles, ladder, warm_up
-from mla_attn.cache.allocator import OutOfPages, PageAllocator
-from mla_attn.cache.prefix import PrefixCache
+from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
 from mla_attn.checks import check_integer, check_integers
-from mla_attn.engine.requests import EngineStatistics, OnOutput, Output, QueueFull, SamplingParams
+from mla_attn.engine import inputs, streaming
+from mla_attn.engine.outputs import Outbox
+from mla_attn.engine.requests import OnOutput, Output, QueueFull, SamplingParams
+from mla_attn.engine.scheduler import PROMPTS_PER_PASS, CacheSizes, Limits, Request, Scheduler
+from mla_attn.engine.state import create_states, on_states
+from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models.base import CausalLM
-from mla_attn.passes import SAMPLING, Shapes
-from mla_attn.passes.state import SlotPasses, create_slots
+from mla_attn.passes import INVALID_TOKEN, DraftPasses, Passes, Shapes
 from mla_attn.speculative import DraftTree
 
-logger = logging.getLogger(__name__)
-
-PROMPTS_PER_PASS = 4  # more cost memory in ``extend`` whether they are there or not
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    id: int
-    tokens: list[int]  # the prompt, then what was generated
-    prompt_len: int
-    params: SamplingParams
-    on_output: OnOutput | None
-    arrived: float
-    slot: int = -1  # where its state lies on the device, while it runs
-    prompt_rows: int = 0  # rows that passes over prompts must make: after a preemption, of what was generated too
-    computed: int = 0  # those of them that are launched, or were found
-    rows: int = 0  # rows of decode and verify passes that were read, on top of prompt_rows
-    ahead: int = 0  # most rows that launched passes will add to them
-    unread: int = 0  # launched passes that will bring at least a token each
-    last_token: float = 0.0  # when it came
-    finished: bool = False
-
-    @property
-    def num_new(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    @property
-    def wants_prompt_pass(self) -> bool:
-        return self.computed < self.prompt_rows
-
-    @property
-    def wants_token(self) -> bool:
-        """Whether another decode or verify pass has something to do, as far as is known."""
-        return not self.wants_prompt_pass and self.num_new + self.unread < self.params.max_new_tokens
-
-    @property
-    def all_launched(self) -> bool:
-        """Whether the request ends with what is launched."""
-        return not self.wants_prompt_pass and not self.wants_token
-
-    @property
-    def final_tokens(self) -> list[int]:
-        """Tokens whose rows are cached, for good."""
-        return self.tokens[: min(self.computed, len(self.tokens) - 1) if self.wants_prompt_pass else -1]
+MAX_FAULTS = 3  # that a request is computed again after, without a token between them
 
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
+    """Tokens on their way.
+
+    Attributes:
+        number: of launches before it.
+        requests: rows of the batch and whose they are.
+        tokens: [B] or, of verify passes, [B, depth + 1] with -1 after the emitted ones.
+        rows: most rows a request gains; 0 for prompts.
+        stops: of prompts, rows computed with this pass, for each of ``requests``.
+    """
+
     number: int
-    requests: list[tuple[int, _Request]]  # row and request, of those that get tokens
-    tokens: Any  # [B] or, of verify passes, [B, depth + 1] with -1 after the emitted ones
-    ahead: int  # most rows a request gains
-
-
-class _Stream(AsyncIterator[Output]):
-    """The outputs that a generator gives, and who to tell when they are left: the generator itself runs no code when it
-    is left before it begins."""
-
-    def __init__(self, outputs: AsyncGenerator[Output, None], leave: Callable[[], None]):
-        self._outputs, self._leave = outputs, leave
-
-    async def __anext__(self) -> Output:
-        return await anext(self._outputs)
-
-    async def aclose(self) -> None:
-        await self._outputs.aclose()
-        self._leave()
-
-    def __del__(self):
-        self._leave()
+    requests: list[tuple[int, Request]]
+    tokens: Any
+    rows: int = 0
+    stops: tuple[int, ...] = ()
 
 
 class Engine:
@@ -108,6 +57,17 @@ class Engine:
 
     ``step()`` moves all of them on. Who drives it is up to the caller: a loop, ``run()``, or ``stream()`` under
     asyncio. ``add_request``, ``cancel`` and ``statistics`` may be called from other threads while a step runs.
+
+    **After a fault.** *Host and device agree, or the request ends with "error".* Whatever a step raises, wherever (a
+    launch, a device error met while waiting, Ctrl-C at any point), nothing that was handed out is lost or repeated, and
+    what was not is undone: the next step drops all launches, makes the cache anew, empty, and computes the running
+    requests again, as after a preemption. A round of drafts counts as one launch. Programs are never compiled again. A
+    request that has been part of ``MAX_FAULTS`` faults since its last token ends with "error". Logits that are not
+    finite end their request with "error", and its pages are not reused. If the cache cannot be made anew, every call
+    of ``step()`` says so.
+
+    **Weights.** The engine holds the model's arrays as they were when it was made. A parameter that is replaced in the
+    model later has no effect until ``update_weights(model)``.
 
     Args:
         model: a loaded checkpoint.
@@ -126,10 +86,10 @@ class Engine:
     Raises:
         ValueError: a size that is no integer or below 1, ``max_len`` above the model's positions, trees for a model
             that cannot draft, or an implementation that does not exist.
-        NotImplementedError: the implementation does not serve this model here, with the reason.
+        NotImplementedError: the implementation does not support this model here, with the reason.
     """
 
-    passes_class = SlotPasses  # of which benchmarks make variants
+    passes_class = Passes  # of which benchmarks make variants
 
     def __init__(
         self,
@@ -146,77 +106,99 @@ class Engine:
         prefix_cache: bool = True,
         implementation: str | None = None,
     ):
-        positions = model.max_position_embeddings
-        for name, value in (
-            ("max_batch", max_batch),
-            ("num_pages", num_pages),
-            ("page_size", page_size),
-            ("max_len", max_len),
-            ("prompt_tokens", prompt_tokens),
-            ("max_waiting", max_waiting),
-        ):
-            check_integer(name, value, 1)
-        if max_len > positions:
-            raise ValueError(f"max_len={max_len} must be at most max_position_embeddings={positions}")
+        limits = Limits(
+            max_batch=max_batch,
+            max_len=max_len,
+            max_waiting=max_waiting,
+            prompt_tokens=prompt_tokens,
+            prompts_per_pass=PROMPTS_PER_PASS,
+            prompt_chunk=prompt_tokens,
+        )
+        cache = CacheSizes(num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache)
         batches = () if batches is None else batches
         check_integers("batches", batches)
         if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
         if not isinstance(speculation, Sequence) or not all(isinstance(tree, DraftTree) for tree in speculation):
             raise ValueError(f"speculation={speculation!r} must be a sequence of DraftTree")
+        # Every second power of two: most passes are full, and programs take long to compile.
+        rows = ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1]
+        batches = tuple(sorted(batches)) if len(batches) else ladder(max_batch)
+        self._build(model, limits, cache, speculation, batches, rows, implementation)
+
+    @classmethod
+    def of(cls, model, limits: Limits, cache: CacheSizes, **rest: Any) -> "Engine":
+        """An engine with limits that its constructor does not offer; ``rest`` as ``_build``."""
+        engine = cls.__new__(cls)
+        engine._build(model, limits, cache, **rest)
+        return engine
+
+    def _build(
+        self,
+        model: CausalLM,
+        limits: Limits,
+        cache: CacheSizes,
+        speculation: Sequence[DraftTree],
+        batches: tuple[int, ...],
+        prompt_rows: tuple[int, ...],
+        implementation: str | None,
+    ) -> None:
+        if limits.max_len > model.max_position_embeddings:
+            positions = model.max_position_embeddings
+            raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
         for group in model.cache_groups:
-            group.check_supported(page_size=page_size, implementation=implementation)
-        self.model, self.max_len, self.speculation = model, max_len, tuple(dict.fromkeys(speculation))
-        self.max_batch, self.max_waiting, self._prompt_tokens = max_batch, max_waiting, prompt_tokens
+            group.check_supported(page_size=cache.page_size, implementation=implementation)
+        self.model, self.speculation, self.max_len = model, tuple(dict.fromkeys(speculation)), limits.max_len
+        self.max_batch, self.max_waiting = limits.max_batch, limits.max_waiting
+        self._limits, self._cache, self._batches = limits, cache, batches
         shapes = Shapes(
-            batches=tuple(sorted(batches)) if len(batches) else ladder(max_batch),
-            # Every second power of two: most passes are full, and programs take long to compile.
-            prompt_rows=ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1],
-            table_width=-(-max_len // page_size),
-            page_size=page_size,
-            max_len=max_len,
-            chunked=True,
-            sampling=True,
+            batches=batches,
+            prompt_rows=prompt_rows,
+            table_width=cache.pages(limits.max_len),
+            page_size=cache.page_size,
+            max_len=limits.max_len,
+            prompt_batches=(min(limits.prompts_per_pass, limits.max_batch),),
         )
-        prompts = dataclasses.replace(shapes, batches=(min(PROMPTS_PER_PASS, max_batch),))
-        kinds = (None, *self.speculation)
-        options = {"implementation": implementation}
-        self._passes = {k: self.passes_class(model, dataclasses.replace(shapes, tree=k), **options) for k in kinds}
-        self._prompt_passes = {
-            k: self.passes_class(model, dataclasses.replace(prompts, tree=k), **options) for k in kinds
-        }
-        self._prompts_per_pass, self._batches = prompts.batches[0], shapes.batches
-        self._draft_steps = {tree: _draft_steps(tree) for tree in self.speculation}
+        self._passes = self.passes_class(model, shapes, implementation=implementation, wrap=on_states)
+        self._drafting = {tree: DraftPasses(self._passes, model, tree) for tree in self.speculation}
+        self._draft_steps = {tree: inputs.draft_steps(tree) for tree in self.speculation}
+        self._counters = Counters()
+        self._scheduler = Scheduler(limits, cache, self._counters)
+        self._device = self._create_device()
 
-        self._pages = PageAllocator(num_pages, page_size, table_width=shapes.table_width)
-        self._prefixes, self._keeps_prefixes = PrefixCache(self._pages), prefix_cache
-        pools = model.create_pools(num_pages=num_pages, page_size=page_size)
-        self._device = (pools, create_slots(model, max_batch, self.speculation))
-
-        self._lock = threading.RLock()  # of step
+        self._lock = threading.RLock()  # of everything but adding and cancelling
         self._adding = threading.Lock()
-        self._stepping = False
-        self._names = itertools.count()
-        self._live: dict[int, _Request] = {}
-        self._new: collections.deque[_Request] = collections.deque()  # put in by any thread
-        self._cancels: collections.deque[_Request] = collections.deque()
-        self._waiting: collections.deque[_Request] = collections.deque()  # oldest first
-        self._running: dict[int, _Request] = {}  # by id: those that hold pages
-        self._slots: list[_Request | None] = [None] * max_batch
+        self._ids = itertools.count()
+        self._live: dict[int, Request] = {}  # those that have not ended
+        self._new: collections.deque[Request] = collections.deque()  # put in by any thread
+        self._cancels: collections.deque[Request] = collections.deque()
         self._unread: collections.deque[_Launch] = collections.deque()
-        self._outputs: list[Output] = []
+        self._outbox = Outbox(self._scheduler, self._live, self._counters)
         self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task] = weakref.WeakKeyDictionary()
-        self._interrupt: BaseException | None = None
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self._in_doubt = False  # whether host and device may disagree: always while a step runs
+        self._fault: BaseException | None = None  # what left the last step, until it is dealt with
         self._compiles_at_warm_up = backend_compiles()
+
+    def _create_device(self) -> tuple[Any, Any]:
+        """Empty pools of all cache groups, and the states of requests."""
+        pools = self.model.create_pools(num_pages=self._cache.num_pages, page_size=self._cache.page_size)
+        sizes = {"hidden_size": self.model.hidden_size, "dtype": self.model.dtype}
+        return pools, create_states(self._limits.max_batch, self.speculation, **sizes)
 
     def warm_up(self, *, progress: bool = True) -> float:
         """Compile every program ahead of time, with a progress bar; returns the seconds it took."""
-        seconds = warm_up(self._all_buckets(), self._state, self._device, progress=progress)
-        self._seconds["warm_up"] += seconds
-        self._compiles_at_warm_up = backend_compiles()
+        with self._lock:
+            self._settle()
+            seconds = warm_up(self._programs(), self._passes.state, self._device, progress=progress)
+            self._counters.warm_up_seconds += seconds
+            self._compiles_at_warm_up = backend_compiles()
         return seconds
+
+    def _programs(self) -> list[Buckets]:
+        prompts = [self._passes.prefill, *([] if self._limits.whole_prompts else [self._passes.extend])]
+        return [*prompts, self._passes.decode, *(b for passes in self._drafting.values() for b in passes.all)]
+
+    # Requests.
 
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams | None = None, *, on_output: OnOutput | None = None
@@ -238,15 +220,19 @@ class Engine:
         """
         return self._add(prompt, SamplingParams() if params is None else params, on_output).id
 
-    def _add(self, prompt: Sequence[int], params: SamplingParams, on_output: OnOutput | None) -> _Request:
-        self.check_request(prompt, params)
-        tokens = [int(token) for token in prompt]
-        with self._adding:
-            if (waiting := len(self._new) + len(self._waiting)) >= self.max_waiting:
-                raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
-            request = _Request(next(self._names), tokens, len(tokens), params, on_output, time.perf_counter())
-            self._live[request.id] = request
-            self._new.append(request)
+    def _add(self, prompt: Sequence[int], params: SamplingParams, on_output: OnOutput | None) -> Request:
+        tokens = self._check_request(prompt, params)
+        request = Request(next(self._ids), tokens, params, on_output, time.perf_counter())
+        try:
+            with self._adding:
+                if (waiting := len(self._new) + len(self._scheduler.waiting)) >= self.max_waiting:
+                    raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
+                self._new.append(request)
+                self._live[request.id] = request
+        except BaseException:  # an interrupt: nobody learns its id
+            request.finished = True
+            self._live.pop(request.id, None)
+            raise
         return request
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -256,7 +242,10 @@ class Engine:
             ValueError: the prompt is empty, no sequence of integers, holds an id outside the vocabulary, or is too long
                 with ``max_new_tokens`` for ``max_len`` or for all pages; a draft tree the engine was not made with.
         """
-        check_integers("prompt", prompt)
+        self._check_request(prompt, params)
+
+    def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        prompt = check_integers("prompt", prompt)
         vocab, total = self.model.vocab_size, len(prompt) + params.max_new_tokens
         if len(prompt) == 0:
             raise ValueError("prompt is empty, must hold at least one token")
@@ -269,22 +258,36 @@ class Engine:
         if params.speculation is not None and params.speculation not in self.speculation:
             made = ", ".join(str(tree.widths) for tree in self.speculation) or "none"
             raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
-        needed = self._num_pages(self._most_rows(len(prompt), params))
-        if needed > self._pages.num_pages:
-            raise ValueError(f"{lengths}: they need {needed} pages, must be at most num_pages={self._pages.num_pages}")
+        needed = self._cache.pages(self._scheduler.most_rows(len(prompt), params))
+        if needed > self._cache.num_pages:
+            raise ValueError(f"{lengths}: they need {needed} pages, must be at most num_pages={self._cache.num_pages}")
+        return prompt
 
     def cancel(self, request_id: int) -> bool:
         """End a request at the next step; returns whether it was live."""
         request = self._live.get(request_id)
         if request is None:
             return False
+        request.cancelled = True
         self._cancels.append(request)
         return True
 
     @property
     def busy(self) -> bool:
-        """Whether ``step()`` has something to do."""
-        return bool(self._live or self._unread)
+        """Whether ``step()`` has something to do, or outputs to return."""
+        return bool(self._new or self._live or self._unread or self._outbox.outputs)
+
+    @property
+    def max_running(self) -> int:
+        """Most requests running at a time from now on: ``max_batch``, or fewer if it is set so."""
+        return self._scheduler.max_running
+
+    @max_running.setter
+    def max_running(self, value: int) -> None:
+        check_integer("max_running", value, 1, self.max_batch)
+        self._scheduler.max_running = value
+
+    # Steps.
 
     def step(self) -> list[Output]:
         """Move every request on, and return what is new of all of them. On an idle engine it does nothing.
@@ -292,31 +295,26 @@ class Engine:
         Raises:
             RuntimeError: called from a callback of a step.
             KeyboardInterrupt, SystemExit: a callback raised it; its request has ended, the engine can go on.
+            BaseException: whatever cuts the step short; the engine can go on, as its docstring says. Outputs that were
+                not returned are those of the next step.
         """
-        with self._lock:
-            if self._stepping:
-                raise RuntimeError("step() was called from a callback of step()")
-            self._stepping, begin = True, time.perf_counter()
-            try:
-                self._take_new()
-                self._end_cancelled()
-                before = self._counts["launches"]
-                self._launch()
-                self._read(before)
-                self._counts["steps"] += int(self._counts["launches"] > before)
-            finally:
-                self._stepping = False
-                self._seconds["step"] += time.perf_counter() - begin
-            if self._interrupt is not None:
-                interrupt, self._interrupt = self._interrupt, None
-                raise interrupt
-            outputs, self._outputs = self._outputs, []
+        self._advance()
+        outbox = self._outbox
+        # Between taking them and returning nothing is called: an interrupt is raised after a call.
+        outputs, outbox.outputs = outbox.outputs, []
         return outputs
 
     def run(self) -> Iterator[Output]:
-        """Step until all requests have ended; yields what is new of all of them."""
+        """Step until all requests have ended; yields what is new of all of them. Whoever leaves the iteration early
+        finds the rest in the next ``run()`` or ``step()``."""
+        outbox = self._outbox
         while self.busy:
-            yield from self.step()
+            if not outbox.outputs:
+                self._advance()
+            while outbox.outputs:
+                output = outbox.outputs[0]
+                del outbox.outputs[0]
+                yield output
 
     def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[Output]:
         """Add a request and return its outputs as they come, driving the engine in a thread while there is work.
@@ -327,367 +325,256 @@ class Engine:
         Raises:
             ValueError, QueueFull: as ``add_request``.
         """
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        params = SamplingParams() if params is None else params
-        request = self._add(prompt, params, lambda output: loop.call_soon_threadsafe(queue.put_nowait, output))
-        leave = functools.partial(self._leave, request)
-        return _Stream(self._outputs_of(queue, leave), leave)
+        return streaming.stream(self, prompt, SamplingParams() if params is None else params)
 
-    def _leave(self, request: _Request) -> None:
-        request.on_output = None  # the loop may be gone when the cancelled request ends
-        self.cancel(request.id)
-
-    async def _outputs_of(self, queue: asyncio.Queue, leave: Callable[[], None]) -> AsyncGenerator[Output, None]:
-        try:
-            while True:
-                yield (output := await self._next(queue))
-                if output.finish_reason is not None:
-                    return
-        finally:
-            leave()
-
-    async def _next(self, queue: asyncio.Queue) -> Output:
-        while queue.empty():
-            loop = asyncio.get_running_loop()
-            driver = self._drivers.get(loop)
-            if driver is None or driver.done():
-                driver = self._drivers[loop] = asyncio.create_task(self._drive())
-            waiting = asyncio.ensure_future(queue.get())
+    def _advance(self) -> None:
+        with self._lock:
+            self._refuse_in_callback("step")
+            begin = time.perf_counter()
             try:
-                await asyncio.wait((waiting, driver), return_when=asyncio.FIRST_COMPLETED)
-                if waiting.done():
-                    return waiting.result()
+                self._settle()
+                self._in_doubt = True
+                before = self._counters.launches
+                self._take_new()
+                self._end_cancelled()
+                self._launch()
+                self._read(before if self._limits.overlap else self._counters.launches)
+                self._in_doubt = False
+                self._counters.steps += int(self._counters.launches > before)
+            except BaseException as fault:
+                self._fault = fault
+                raise
             finally:
-                waiting.cancel()
-            driver.result()  # raises what the step raised
-        return queue.get_nowait()
+                self._counters.step_seconds += time.perf_counter() - begin
+            if (interrupt := self._outbox.interrupt) is not None:
+                self._outbox.interrupt = None
+                raise interrupt
 
-    async def _drive(self) -> None:
-        while self.busy:
-            await asyncio.to_thread(self.step)
+    def _refuse_in_callback(self, method: str) -> None:
+        if self._outbox.in_callback:
+            raise RuntimeError(f"{method}() was called from a callback of step()")
+
+    def _settle(self) -> None:
+        """Make host and device agree again if they may not. Whatever cuts this short, it can be called again."""
+        if not self._in_doubt:
+            return
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            self._counters.faults += 1
+            if isinstance(fault, Exception):
+                for request in self._scheduler.running.values():
+                    request.num_faults, request.fault = request.num_faults + 1, fault
+        self._unread.clear()
+        self._device = None  # before the new one takes memory; a pool that was donated is gone anyway
+        self._outbox.record_again()
+        with self._adding:  # a request may be in one or both of these
+            self._live.update({r.id: r for r in self._new if not r.finished})
+            self._new.clear()
+            live = sorted(self._live.values(), key=lambda r: r.id)
+            self._scheduler.reset(live)
+        self._cancels.extend(r for r in live if r.cancelled)
+        self._outbox.tell_again()
+        for request in live:
+            if request.num_faults >= MAX_FAULTS and not request.finished:
+                self._outbox.hand_out(request, (), "error", request.fault)
+        try:
+            self._device = self._create_device()
+        except Exception as error:
+            raise RuntimeError("the engine cannot go on: its cache could not be made anew") from error
+        self._in_doubt = False
+
+    def clear_prefix_cache(self) -> None:
+        """Forget the pages of requests that have ended; what runs keeps its own.
+
+        Raises:
+            RuntimeError: called from a callback of a step.
+        """
+        with self._lock:
+            self._refuse_in_callback("clear_prefix_cache")
+            if not self._in_doubt:  # else the cache is made anew
+                self._in_doubt = True
+                self._scheduler.prefixes.clear()
+                self._in_doubt = False
+
+    def update_weights(self, model_or_state: Any) -> None:
+        """Go on with other weights, from the next step on; nothing is compiled.
+
+        Tokens that were handed out stay. Running requests are computed again, prompt and tokens so far, with the new
+        weights, as after a preemption; the prefix cache is cleared.
+
+        Args:
+            model_or_state: a model like the engine's, or the ``nnx.State`` of one. Its arrays are held, not copied.
+
+        Raises:
+            ValueError: other parameters, shapes or dtypes than the engine's model has, by name, or another config.
+            RuntimeError: called from a callback of a step.
+        """
+        with self._lock:
+            self._refuse_in_callback("update_weights")
+            model, state = self._passes.replacement(self.model, model_or_state)
+            self._in_doubt = True  # all that is computed is of the old weights: the next step begins anew
+            self.model, self._passes.state = model, state
 
     @property
     def statistics(self) -> EngineStatistics:
         """Counts and mean times so far; from another thread it waits for the step that runs."""
         with self._lock:
-            counts, seconds = self._counts, self._seconds
-            holders = self._pages.holders - self._prefixes.held  # running requests alone
-            copied = ("finished", "cancelled", "failed", "preemptions", "prompt_tokens", "reused_tokens", "new_tokens")
-            return EngineStatistics(
-                **{name: counts[name] for name in (*copied, "steps", "target_steps")},
-                waiting=len(self._new) + len(self._waiting),
-                running=len(self._running),
-                acceptance_length=_mean(counts["verified_tokens"], counts["verified_requests"]),
-                step_seconds=seconds["step"],
-                wait_seconds=seconds["wait"],
-                tokens_per_second=counts["new_tokens"] / seconds["step"] if seconds["step"] else 0.0,
-                time_to_first_token=_mean(seconds["first_token"], counts["first_tokens"]),
-                inter_token_time=_mean(seconds["later_tokens"], counts["new_tokens"] - counts["first_tokens"]),
+            scheduler = self._scheduler
+            holders = scheduler.pages.holders - scheduler.prefixes.held  # running requests alone
+            return statistics(
+                self._counters,
+                waiting=len(self._new) + len(scheduler.waiting),
+                running=len(scheduler.running),
                 pages_used=int(np.count_nonzero(holders)),
                 pages_shared=int(np.count_nonzero(holders > 1)),
-                pages_idle=self._prefixes.num_idle_pages,
-                warm_up_seconds=seconds["warm_up"],
-                programs=sum(bucket.compiles for bucket in self._all_buckets()),
+                pages_idle=scheduler.prefixes.num_idle_pages,
+                programs=sum(bucket.compiles for bucket in self._programs()),
                 compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,
             )
 
-    # Planning: who runs, and on which pages.
-
     def _take_new(self) -> None:
         while self._new:
-            self._waiting.append(self._new.popleft())
+            request = self._new[0]
+            if not request.finished:
+                self._live[request.id] = request
+            self._new.popleft()
+            if not request.finished:
+                self._scheduler.waiting.append(request)
 
     def _end_cancelled(self) -> None:
         while self._cancels:
-            request = self._cancels.popleft()
+            request = self._cancels[0]
             if request in self._new:  # added and cancelled since new ones were taken
                 self._take_new()
             if not request.finished:
-                self._finish(request, [], "cancelled")
-
-    def _admit(self) -> None:
-        """Give waiting requests slots and pages, oldest first, while there are some and this step can begin with their
-        prompts. Who waits a step longer may find more of its prompt in the cache."""
-        while self._waiting and self._has_prompt_room():
-            request, slot = self._waiting[0], self._free_slot()
-            if slot is None:
-                return
-            found = self._find_prefix(request)
-            # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
-            needed = self._num_pages(len(request.tokens)) - self._num_pages(found)
-            growing = sum(self._may_grow(r) for r in self._running.values())
-            if not self._make_free(needed + growing):
-                self._pages.free(request.id)
-                return
-            self._pages.grow(request.id, len(request.tokens))
-            self._waiting.popleft()
-            request.slot, request.prompt_rows, request.computed, request.rows = slot, len(request.tokens), found, 0
-            self._running[request.id] = self._slots[slot] = request
-            self._counts["reused_tokens"] += found
-
-    def _may_grow(self, request: _Request) -> bool:
-        most = self._most_rows(request.prompt_len, request.params)
-        return self._num_pages(self._pages.length(request.id)) < self._num_pages(most)
-
-    def _has_prompt_room(self) -> bool:
-        left = [r.prompt_rows - r.computed for r in self._running.values() if r.wants_prompt_pass]
-        return len(left) < self._prompts_per_pass and sum(left) < self._prompt_tokens
-
-    def _free_slot(self) -> int | None:
-        """A slot that nobody needs: of a request that ends with what is launched too, for passes run in order."""
-        return next((slot for slot, r in enumerate(self._slots) if r is None or r.all_launched), None)
-
-    def _find_prefix(self, request: _Request) -> int:
-        """Adds the request to the page allocator; returns how many of its rows are there. The last token's row is
-        always computed: the next token comes from it."""
-        if not self._keeps_prefixes:
-            self._pages.create(request.id)
-            return 0
-        return self._prefixes.fork(request.id, request.tokens[:-1], kind=self._prefix_kind(request))
-
-    def _keep_prefix(self, request: _Request, tokens: list[int]) -> None:
-        if self._keeps_prefixes:
-            self._prefixes.keep(request.id, tokens, kind=self._prefix_kind(request))
-
-    @staticmethod
-    def _prefix_kind(request: _Request) -> bool:
-        """Requests that draft need the draft layer's rows too, which others do not make. (Of a shared page's last token
-        that row depends on the token after it, of whoever made it: it may cost a draft, never a token.)"""
-        return request.params.speculation is not None
-
-    def _make_free(self, num_pages: int) -> bool:
-        return self._pages.num_free >= num_pages or self._prefixes.evict(num_pages)
-
-    def _reserve(self, request: _Request) -> bool:
-        """Make room for the rows of the request's next pass. If pages run out, the youngest requests give theirs back:
-        False if that ended or stopped this one."""
-        while request.id in self._running and request.wants_token:
-            tree, most = request.params.speculation, self._most_rows(request.prompt_len, request.params)
-            rows = request.prompt_rows + request.rows + request.ahead + (tree.size if tree else 1)
-            rows = max(min(rows, most), self._pages.length(request.id))
-            try:
-                self._pages.grow(request.id, rows)
-                return True
-            except OutOfPages as error:
-                if self._make_free(error.needed):
-                    continue
-            if self._unread:  # what the host does not know yet may have ended requests
-                self._read(self._counts["launches"])
-                continue
-            self._preempt(max(self._running.values(), key=lambda r: r.id))
-        return False
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pages.page_size)
-
-    def _most_rows(self, prompt_len: int, params: SamplingParams) -> int:
-        """Rows a request may need in all: of its tokens and the drafts of its last verify pass."""
-        drafts = params.speculation.size - 1 if params.speculation else 0
-        return min(prompt_len + params.max_new_tokens + drafts, self.max_len)
-
-    def _preempt(self, request: _Request) -> None:
-        self._keep_prefix(request, request.final_tokens)  # may still be there when it comes back
-        self._release(request)
-        self._waiting.appendleft(request)  # all that run are older than all that wait
-        self._counts["preemptions"] += 1
-
-    def _release(self, request: _Request) -> None:
-        self._pages.free(request.id)
-        del self._running[request.id]
-        if self._slots[request.slot] is request:
-            self._slots[request.slot] = None
+                self._outbox.hand_out(request, (), "cancelled")
+            self._cancels.popleft()
 
     # Launching passes. Nothing here waits for the device, unless pages run out.
 
     def _launch(self) -> None:
         """A pass over prompts, and one for the next tokens of each kind of request."""
-        self._admit()
-        self._launch_prompts()
+        self._scheduler.admit()
+        if parts := self._scheduler.next_prompts():
+            self._launch_prompts(parts)
+            if self._limits.prompts_first:
+                return
         for kind in (None, *self.speculation):
-            mine = [r for r in self._running.values() if r.params.speculation == kind and r.wants_token]
-            ready = [r for r in sorted(mine, key=lambda r: r.id) if self._reserve(r)]
-            ready = [r for r in ready if r.id in self._running]
-            if ready:
+            if ready := self._scheduler.next_tokens(kind, self._read_all):
                 self._launch_tokens(kind, ready)
 
-    def _launch_prompts(self) -> None:
-        """One pass over the next parts of prompts, of requests of one kind of speculation."""
-        requests, parts = self._next_parts()
-        if not requests:
-            return
-        kind = requests[0].params.speculation
-        shared = self._inputs(requests) | {
-            "seq_lens": np.array([part.stop for part in parts], np.int32),
-            "q_lens": np.array([part.stop - part.start for part in parts], np.int32),
-        }
-        # -1 follows the prompt: the token that comes of this pass.
-        tokens, following = (
-            np.concatenate(
-                [
-                    np.array([*r.tokens, -1], np.int32)[p.start + n : p.stop + n]
-                    for r, p in zip(requests, parts, strict=True)
-                ]
-            )
-            for n in (0, 1)
-        )
-        options = {name: np.array([getattr(r.params, name) for r in requests], d) for name, d in SAMPLING.items()}
-        # Without drafts the target's pass is the same for all.
-        out = self._run(self._prompt_passes[None].extend, tokens=tokens, **options, **shared)
-        if kind is not None:
-            drafting = {"sampled": out["tokens"], "hidden": out["hidden"]}
-            self._run(self._prompt_passes[kind].draft_prefill, next_tokens=following, **drafting, **shared)
-        for request, part in zip(requests, parts, strict=True):
-            request.computed = part.stop
-            self._keep_prefix(request, request.tokens[: part.stop])
-            self._counts["prompt_tokens"] += part.stop - part.start
-        ended = [(row, r) for row, r in enumerate(requests) if not r.wants_prompt_pass]
-        for _, request in ended:
-            request.unread += 1
-        self._expect(ended, out["tokens"], 0)
+    def _launch_prompts(self, parts: list[tuple[Request, slice]]) -> None:
+        """One pass over parts of prompts, of requests of one kind of speculation."""
+        requests = [request for request, _ in parts]
+        shared = self._inputs(requests) | inputs.prompt_lengths(parts)
+        bucket = self._passes.extend if any(part.start for _, part in parts) else self._passes.prefill
+        out = self._run(bucket, **inputs.prompt_tokens(parts), **shared)
+        if kind := requests[0].params.speculation:
+            drafting = {"sampled": out["tokens"], "prompt_hidden": out["prompt_hidden"], **shared}
+            self._run(self._drafting[kind].draft_prefill, **inputs.next_tokens(parts), **drafting)
+        for request, part in parts:
+            request.num_computed = part.stop
+            request.num_passes_in_flight += not request.wants_prompt_pass
+            self._counters.prompt_tokens += part.stop - part.start
+        self._expect(requests, out["tokens"], stops=tuple(part.stop for _, part in parts))
 
-    def _next_parts(self) -> tuple[list[_Request], list[slice]]:
-        """The requests whose prompts go on in this step, oldest first, and which part of each."""
-        waiting = sorted((r for r in self._running.values() if r.wants_prompt_pass), key=lambda r: r.id)
-        waiting = [r for r in waiting if r.params.speculation == waiting[0].params.speculation]
-        parts, left = [], self._prompt_tokens
-        for request in waiting[: self._prompts_per_pass]:
-            if left:
-                parts.append(slice(request.computed, min(request.computed + left, request.prompt_rows)))
-                left -= parts[-1].stop - parts[-1].start
-        return waiting[: len(parts)], parts
-
-    def _launch_tokens(self, kind: DraftTree | None, requests: list[_Request]) -> None:
+    def _launch_tokens(self, kind: DraftTree | None, requests: list[Request]) -> None:
         """The next tokens of requests of one kind: a decode pass, or drafting and verifying."""
-        passes = self._passes[kind]
         shared = self._inputs(requests) | {"active": np.ones(len(requests), np.int32)}
         if kind is None:
-            tokens, ahead = self._run(passes.decode, **shared)["tokens"], 1
+            tokens, rows = self._run(self._passes.decode, **shared)["tokens"], 1
         else:
-            shared = self._placed(shared)
+            passes, shared = self._drafting[kind], inputs.placed(shared, self._batches)
             for bucket, step in zip(passes.draft_decode, self._draft_steps[kind], strict=True):
                 self._run(bucket, **step, **shared)
             out = self._run(passes.target_verify, **shared)
-            verified = {name: out[name] for name in ("emitted", "num_emitted", "hidden")}
+            verified = {name: out[name] for name in ("emitted", "num_emitted", "emitted_hidden")}
             self._run(passes.draft_extend, **verified, **shared)
-            tokens, ahead = out["emitted"], kind.depth + 1
+            tokens, rows = out["emitted"], kind.depth + 1
         for request in requests:
-            request.unread += 1
-            request.ahead += ahead
-        self._counts["target_steps"] += 1
-        self._expect(list(enumerate(requests)), tokens, ahead)
+            request.num_passes_in_flight += 1
+            request.num_rows_in_flight += rows
+        self._counters.target_steps += 1
+        self._expect(requests, tokens, rows=rows)
 
-    def _inputs(self, requests: list[_Request]) -> dict[str, np.ndarray]:
+    def _inputs(self, requests: list[Request]) -> dict[str, np.ndarray]:
         slots = np.array([r.slot for r in requests], np.int32)
-        return {"page_table": self._pages.table([r.id for r in requests]), "slots": slots}
+        return {"page_table": self._scheduler.pages.table([r.id for r in requests]), "slots": slots}
 
-    def _placed(self, inputs: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Padded and on the device, once for all passes of a round of drafts."""
-        requests = len(inputs["slots"])
-        rows = next(size for size in self._batches if size >= requests)
-        padded = {name: np.zeros((rows, *array.shape[1:]), array.dtype) for name, array in inputs.items()}
-        for name, array in inputs.items():
-            padded[name][:requests] = array
-        return jax.device_put(padded)
-
-    def _run(self, bucket, **inputs):
-        outputs, self._device = bucket(self._state, self._device, inputs)
+    def _run(self, bucket: Buckets, **arrays: Any) -> dict[str, Any]:
+        outputs, self._device = bucket(self._passes.state, self._device, arrays)
         return outputs
 
-    def _expect(self, requests: list[tuple[int, _Request]], tokens: Any, ahead: int) -> None:
+    def _expect(self, requests: list[Request], tokens: Any, *, rows: int = 0, stops: tuple[int, ...] = ()) -> None:
         """Tokens on their way, for a later step to read."""
         tokens.copy_to_host_async()
-        self._unread.append(_Launch(self._counts["launches"], requests, tokens, ahead))
-        self._counts["launches"] += 1
+        self._unread.append(_Launch(self._counters.launches, list(enumerate(requests)), tokens, rows, stops))
+        self._counters.launches += 1
 
     # Reading tokens, and handing them out.
+
+    def _read_all(self) -> bool:
+        """Read all launches; whether there were any."""
+        there = bool(self._unread)
+        self._read(self._counters.launches)
+        return there
 
     def _read(self, before: int) -> None:
         """Wait for what was launched before the launch of that number, and hand out its tokens."""
         while self._unread and self._unread[0].number < before:
-            launch = self._unread.popleft()
-            begin = time.perf_counter()
+            launch, begin = self._unread[0], time.perf_counter()
             tokens = np.asarray(launch.tokens)
-            self._seconds["wait"] += time.perf_counter() - begin
-            for row, request in launch.requests:
+            self._counters.wait_seconds += time.perf_counter() - begin
+            self._unread.popleft()
+            for index, (row, request) in enumerate(launch.requests):
                 if request.finished:
                     continue
-                new = [int(token) for token in np.atleast_1d(tokens[row]) if token >= 0]
-                request.unread -= 1
-                if launch.ahead:
-                    request.ahead -= launch.ahead
-                    request.rows += len(new)
-                kept = self._emit(request, new)
-                if tokens.ndim == 2:
-                    self._counts["verified_tokens"] += kept
-                    self._counts["verified_requests"] += 1
+                if launch.stops:
+                    self._account_prompt(request, launch.stops[index], int(tokens[row]))
+                else:
+                    self._account_tokens(request, launch.rows, np.atleast_1d(tokens[row]).tolist())
+                    self._counters.verified_requests += tokens.ndim == 2
 
-    def _emit(self, request: _Request, new: list[int]) -> int:
-        """Give a request its next tokens, up to a stop token or its length; returns how many those were."""
+    def _account_prompt(self, request: Request, stop: int, token: int) -> None:
+        """The prompt's rows up to ``stop`` are computed; after the last comes its token."""
+        if token == INVALID_TOKEN:
+            self._end_invalid(request, [])
+            return
+        request.num_accounted = stop
+        self._scheduler.keep_prefix(request, all_pages=False)
+        if stop == request.prompt_rows:
+            request.num_passes_in_flight -= 1
+            self._emit(request, [token])
+
+    def _account_tokens(self, request: Request, rows: int, tokens: list[int]) -> None:
+        """What a decode or verify pass emitted: -1 is none."""
+        new = [token for token in tokens if token >= 0]
+        request.num_passes_in_flight -= 1
+        request.num_rows_in_flight -= rows
+        request.num_decoded_rows += len(new)
+        kept = self._emit(request, new, invalid=INVALID_TOKEN in tokens)
+        if len(tokens) > 1:
+            self._counters.verified_tokens += kept
+
+    def _emit(self, request: Request, new: list[int], *, invalid: bool = False) -> int:
+        """Give a request its next tokens, up to a stop token or its length; returns how many those were.
+
+        ``invalid`` says that the token after them is none: it ends the request unless one of these does.
+        """
         new = new[: request.params.max_new_tokens - request.num_new]
         stop = next((i for i, token in enumerate(new) if token in request.params.stop_tokens), None)
-        new = new if stop is None else new[: stop + 1]
-        now = time.perf_counter()
-        if request.num_new == 0:
-            self._seconds["first_token"] += now - request.arrived
-            self._counts["first_tokens"] += 1
-        else:
-            self._seconds["later_tokens"] += now - request.last_token
-        request.last_token = now
-        request.tokens += new
-        self._counts["new_tokens"] += len(new)
         if stop is not None:
-            self._finish(request, new, "stop")
-        elif request.num_new == request.params.max_new_tokens:
-            self._finish(request, new, "length")
+            new = new[: stop + 1]
+            self._outbox.hand_out(request, new, "stop")
+        elif request.num_new + len(new) == request.params.max_new_tokens:
+            self._outbox.hand_out(request, new, "length")
+        elif invalid:
+            self._end_invalid(request, new)
         else:
-            self._hand_out(request, Output(request.id, new))
+            self._outbox.hand_out(request, new)
         return len(new)
 
-    def _finish(self, request: _Request, new: list[int], reason: str, error: BaseException | None = None) -> None:
-        if request.id in self._running:
-            self._keep_prefix(request, request.final_tokens)
-            self._release(request)
-        else:
-            self._waiting.remove(request)
-        request.finished = True
-        del self._live[request.id]
-        self._counts[{"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")] += 1
-        self._hand_out(request, Output(request.id, new, reason, error))
-
-    def _hand_out(self, request: _Request, output: Output) -> None:
-        self._outputs.append(output)
-        tell = request.on_output  # once: a stream that is left, in whatever thread, takes it away
-        if tell is None or output.error is not None:
-            return
-        try:
-            tell(output)
-        except BaseException as error:  # whatever it is, other requests' tokens must not be lost by it
-            logger.exception("the callback of request %d raised", request.id)
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                self._interrupt = error
-            if not request.finished:
-                self._finish(request, [], "error", error)
-
-    @property
-    def _state(self):
-        return self._passes[None].state
-
-    def _all_buckets(self):
-        buckets = [self._prompt_passes[None].extend, self._passes[None].decode]
-        for tree in self.speculation:
-            passes = self._passes[tree]
-            buckets.append(self._prompt_passes[tree].draft_prefill)
-            buckets += [*dict.fromkeys(passes.draft_decode), passes.target_verify, passes.draft_extend]
-        return buckets
-
-
-def _draft_steps(tree: DraftTree) -> list[dict[str, jax.Array]]:
-    """What each ``draft_decode`` pass takes besides, on the device for good."""
-    return [
-        jax.device_put({"step": np.int32(step), "num_drafted": np.int32(tree.level_starts[step + 1] - 1)})
-        for step in range(tree.depth - 1)
-    ]
-
-
-def _mean(total: float | int, count: int) -> float | None:
-    return total / count if count else None
+    def _end_invalid(self, request: Request, new: list[int]) -> None:
+        self._counters.invalid_logits += 1
+        error = FloatingPointError(f"the logits after {request.num_tokens + len(new)} tokens are not all finite")
+        self._outbox.hand_out(request, new, "error", error, keep=False)

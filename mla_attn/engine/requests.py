@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: parameters of a request, its outputs, statistics."""
+"""What goes into an engine and what comes out: parameters of a request, and its outputs."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -57,9 +57,9 @@ class Output:
     Attributes:
         request_id: what ``add_request`` returned.
         tokens: those that are new; none when a request ends otherwise than by a token.
-        finish_reason: "stop" (a stop token), "length", "cancelled", or "error" (its callback raised); None if more
-            will come.
-        error: what the callback raised.
+        finish_reason: "stop" (a stop token), "length", "cancelled", or "error"; None if more will come.
+        error: what ended it: what its callback raised, a FloatingPointError for logits that are not finite, or what the
+            steps raised that it was part of.
     """
 
     request_id: int
@@ -69,60 +69,3 @@ class Output:
 
 
 OnOutput = Callable[[Output], object]
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStatistics:
-    """What an engine has done since it was made, and holds now. Times in seconds.
-
-    Attributes:
-        finished: requests that ended by a stop token or their length.
-        cancelled: requests that were cancelled.
-        failed: requests whose callback raised.
-        preemptions: times a running request had to give its pages back; it is computed again later.
-        waiting: requests that are queued, preempted ones included.
-        running: requests that hold pages: up to ``max_batch``, and those whose last tokens are on the way.
-        prompt_tokens: prompt rows computed, those of requests computed again included.
-        reused_tokens: prompt rows found in the cache instead.
-        new_tokens: tokens generated.
-        steps: steps that launched something.
-        target_steps: decode and verify passes of the target model.
-        acceptance_length: tokens emitted per request and verify pass, the correction or bonus included, without those
-            past a request's end; None before the first.
-        step_seconds: time inside ``step()``.
-        wait_seconds: of it, waiting for the device; the rest is the host's own work, which the device does not wait for
-            as long as there is some waiting here.
-        tokens_per_second: new tokens over the time inside ``step()``.
-        time_to_first_token: mean, from ``add_request`` to a request's first token.
-        inter_token_time: mean, between tokens of a request after the first.
-        pages_used: pages that running requests hold, each counted once.
-        pages_shared: those of them that several hold.
-        pages_idle: pages that the prefix cache alone holds, until somebody needs them.
-        warm_up_seconds: spent compiling ahead of time.
-        programs: programs compiled.
-        compiles_after_warm_up: programs XLA compiled in this process since ``warm_up``; 0 unless something is wrong.
-    """
-
-    finished: int
-    cancelled: int
-    failed: int
-    preemptions: int
-    waiting: int
-    running: int
-    prompt_tokens: int
-    reused_tokens: int
-    new_tokens: int
-    steps: int
-    target_steps: int
-    acceptance_length: float | None
-    step_seconds: float
-    wait_seconds: float
-    tokens_per_second: float
-    time_to_first_token: float | None
-    inter_token_time: float | None
-    pages_used: int
-    pages_shared: int
-    pages_idle: int
-    warm_up_seconds: float
-    programs: int
-    compiles_after_warm_up: int

@@ -1,5 +1,20 @@
 """Whole-model passes, one a mode, over padded arrays, compiled ahead of time."""
 
-from mla_attn.passes.passes import SAMPLING, Arrays, Pass, Passes, Shapes
+from mla_attn.passes.drafting import DraftPasses
+from mla_attn.passes.fields import FIELDS, INVALID_TOKEN, KEPT, SAMPLING, Arrays, Field, structs, zeros
+from mla_attn.passes.passes import Pass, Passes, Shapes
 
-__all__ = ["SAMPLING", "Arrays", "Pass", "Passes", "Shapes"]
+__all__ = [
+    "FIELDS",
+    "INVALID_TOKEN",
+    "KEPT",
+    "SAMPLING",
+    "Arrays",
+    "DraftPasses",
+    "Field",
+    "Pass",
+    "Passes",
+    "Shapes",
+    "structs",
+    "zeros",
+]

@@ -12,13 +12,12 @@ from checkpoints import V3
 from mla_attn.bench import output, timing
 from mla_attn.bench.serve import command, report
 from mla_attn.bench.serve import replay as replaying
-from mla_attn.bench.serve.engines import BenchEngine, SimulatedEngine
+from mla_attn.bench.serve.engines import SimulatedEngine
 from mla_attn.bench.serve.replay import Record, replay
 from mla_attn.bench.serve.report import percentiles
 from mla_attn.bench.serve.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.cli import _parser, main
-from mla_attn.engine import Engine
-from mla_attn.engine.requests import EngineStatistics, Output, SamplingParams
+from mla_attn.engine import Engine, EngineStatistics, Output, SamplingParams
 from recorder import programs_kept
 from traffic import CHAIN, TREE, small_engine, small_model
 
@@ -227,7 +226,7 @@ def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, 
         (batch, *kind) for batch in (2, 1) for kind in kinds
     ]
     assert {(a["num_pages"], g["programs"], g["compiles_after_warm_up"]) for a, g in zip(asked, got, strict=True)} == {
-        (400, 2 + 3 * 2, 0)
+        (400, 3 + 3 * 2, 0)
     }
     assert [g["served"] for g in got] == [8] * 6
     # All serve the same requests, and none finds prompts that another left in the cache.
@@ -252,12 +251,12 @@ def test_requests_scale_with_several_batch_sizes():
 
 
 def test_an_engine_runs_as_few_requests_as_it_is_told(tmp_path_factory):
-    engine, most = small_engine(BenchEngine), []
+    engine, most = small_engine(), []
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
-        for engine.limit in (2, None):
+        for engine.max_running in (2, 4):
             for _ in range(6):
                 engine.add_request([1, 2, 3], SamplingParams(max_new_tokens=5))
-            most.append(max(sum(slot is not None for slot in engine._slots) for _ in engine.run()))
+            most.append(max(sum(slot is not None for slot in engine._scheduler.slots) for _ in engine.run()))
     assert most == [2, 4]
 
 
@@ -268,8 +267,8 @@ LOAD_OF_FEW = Load(requests=3, prompt_tokens=8, new_tokens=30, spread=0.0, seed=
 
 
 def test_the_profile_is_of_a_full_batch(monkeypatch, tmp_path_factory):
-    engine, seen = small_engine(BenchEngine), []
-    engine.limit = 3
+    engine, seen = small_engine(), []
+    engine.max_running = 3
     monkeypatch.setattr(replaying, "_PROFILED_STEPS", 4)
 
     def occupancy(run):
@@ -291,7 +290,7 @@ def test_a_failing_profile_costs_a_figure_and_not_the_run(monkeypatch, tmp_path_
 
     monkeypatch.setattr(command, "jax", SimpleNamespace(default_backend=lambda: "gpu"))
     monkeypatch.setattr(timing, "occupancy", occupancy)
-    engine = small_engine(BenchEngine)
+    engine = small_engine()
     case = command.Case(2, LOAD_OF_FEW, SamplingParams(), None)
     trace = make_trace(case.load, vocab_size=13, max_len=48)
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
@@ -323,7 +322,7 @@ def test_the_engine_is_made_as_asked(monkeypatch):
     def engine(model, **options):
         raise Made(options)
 
-    monkeypatch.setattr(command, "BenchEngine", engine)
+    monkeypatch.setattr(command, "Engine", engine)
 
     def made(*options):
         with pytest.raises(Made) as caught:

@@ -22,12 +22,19 @@ def cache(pages):
     return PrefixCache(pages)
 
 
+def names(cache, tokens, **kind):
+    """Of the full pages of a text."""
+    digests = []
+    cache.extend_digests(digests, tokens, **kind)
+    return digests
+
+
 def served(pages, cache, name, tokens, **kind):
     """A request that has run: what it found, and the pages it had."""
-    found = cache.fork(name, tokens[:-1], **kind)
+    found = cache.fork(name, names(cache, tokens[:-1], **kind))
     pages.grow(name, len(tokens))
     row = pages.table([name])[0].tolist()
-    cache.keep(name, tokens, **kind)
+    cache.keep(name, names(cache, tokens, **kind))
     pages.free(name)
     return found, row[: -(-len(tokens) // P)]
 
@@ -65,15 +72,15 @@ def test_kept_twice_is_held_once(pages, cache):
     for name in "de":
         pages.create(name, 17)
     for name in "de":
-        cache.keep(name, list(range(17)))
+        cache.keep(name, names(cache, list(range(17))))
         pages.free(name)
     assert (pages.num_used, cache.num_pages) == (4, 4)
 
 
 def test_a_running_request_is_shared(pages, cache):
     pages.create("runs", 9)
-    cache.keep("runs", list(range(9)))
-    assert cache.fork("other", list(range(12))) == 8
+    cache.keep("runs", names(cache, list(range(9))))
+    assert cache.fork("other", names(cache, list(range(12)))) == 8
     assert pages.num_shared == 2
     assert not cache.evict(12)  # both are in use
     assert (pages.num_free, cache.num_pages, cache.num_idle_pages) == (9, 2, 0)
@@ -92,7 +99,7 @@ def test_the_least_recently_used_go_first_and_their_ends_before_their_beginnings
     assert cache.num_pages == 9  # for what cannot be had, nothing is given
     assert cache.evict(5)  # two of the second's
     assert pages.num_free == 5
-    assert [cache.fork(("look", n), t) for n, t in enumerate((first, second, third))] == [3 * P, P, 3 * P]
+    assert [cache.fork(("look", n), names(cache, t)) for n, t in enumerate((first, second, third))] == [3 * P, P, 3 * P]
     for n in range(3):
         pages.free(("look", n))
     assert cache.evict(12)
@@ -115,30 +122,46 @@ def two_copies(pages, cache):
     for n, tokens in texts.items():
         pages.create(n, len(tokens))
     for n, tokens in texts.items():
-        cache.keep(n, tokens)
+        cache.keep(n, names(cache, tokens))
     return system, texts
 
 
-def test_who_leads_to_a_page_is_used_with_it(pages, cache):
-    """The copy kept last leads to what follows either."""
+def test_of_two_copies_one_is_kept(pages, cache):
+    """What follows either is found after it."""
     system, texts = two_copies(pages, cache)
+    assert cache.num_pages == 4
     pages.free(1)
     pages.free(2)
-    assert cache.fork("look", texts[1]) == 3 * P  # through pages of the second
-    pages.free("look")
-    assert cache.evict(8)
-    assert cache.fork("look", system) == 2 * P
+    assert pages.num_used == 4
+    for n in (1, 2):
+        assert cache.fork("look", names(cache, texts[n])) == 3 * P
+        pages.free("look")
+    assert cache.evict(10)  # both ends, before the beginning that they share
+    assert cache.fork("look", names(cache, system)) == 2 * P
 
 
 def test_a_beginning_that_was_lost_is_found_again(pages, cache):
-    """The second copy is gone while what follows the first is in use."""
+    """The copy that is kept is gone while what follows the other is in use."""
     system, texts = two_copies(pages, cache)
-    pages.free(2)
-    assert cache.evict(9)  # all of the second's: the first runs
-    assert cache.fork("look", system) == 0
+    pages.free(1)
+    assert cache.evict(9)  # all of the first's that nobody uses: the second runs, on a copy of its own
+    assert cache.fork("look", names(cache, system)) == 0
     pages.free("look")
-    cache.keep(1, texts[1])
-    assert cache.fork("look", texts[1]) == 3 * P
+    cache.keep(2, names(cache, texts[2]))
+    assert cache.fork("look", names(cache, texts[2])) == 3 * P
+
+
+def test_pages_are_kept_as_a_request_goes_on(pages, cache):
+    """The names of its pages go on where they ended; what was kept is not looked at again."""
+    tokens, digests = list(range(3 * P)), []
+    pages.create("runs", 3 * P)
+    for end in range(1, 3 * P + 1):
+        kept = len(digests)
+        cache.extend_digests(digests, tokens[:end])
+        cache.keep("runs", digests, begin=kept)
+        assert (len(digests), cache.num_pages) == (end // P, end // P)
+    assert digests == names(cache, tokens)
+    assert cache.fork("other", digests) == 3 * P
 
 
 def test_clear(pages, cache):
@@ -161,7 +184,7 @@ class Machine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
     def start(self, tokens):
         name = next(self.names)
-        found = self.cache.fork(name, tokens[:-1])
+        found = self.cache.fork(name, names(self.cache, tokens[:-1]))
         assert found % 2 == 0
         assert found < len(tokens)
         row = self.pages.table([name])[0]
@@ -184,8 +207,8 @@ class Machine(RuleBasedStateMachine):
         if self.live:
             name = data.draw(st.sampled_from(sorted(self.live)))
             tokens = self.live[name][: round(share * len(self.live[name]))]
-            self.cache.keep(name, tokens)
-            assert self.cache.fork("look", tokens) == len(tokens) // 2 * 2  # what is kept is found
+            self.cache.keep(name, names(self.cache, tokens))
+            assert self.cache.fork("look", names(self.cache, tokens)) == len(tokens) // 2 * 2  # what is kept is found
             self.pages.free("look")
 
     @rule(data=st.data())
@@ -228,4 +251,4 @@ TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadli
 def test_what_is_no_token_is_found_as_none(pages, cache, tokens, unchecked):
     """Rounded or wrapped it would be taken for another."""
     with pytest.raises(ValueError, match=r"tokens=.* must be integers of at most"):
-        cache.fork("a", tokens)
+        names(cache, tokens)

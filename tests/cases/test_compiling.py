@@ -12,7 +12,7 @@ from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
 from mla_attn.cache import LatentPool
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
 from mla_attn.ops import merge_states, mla_attention
-from mla_attn.passes import Passes, Shapes
+from mla_attn.passes import SAMPLING, Passes, Shapes, zeros
 
 BATCHES = ladder(4)
 PAGE, TABLE, MAX_LEN = 4, 3, 12
@@ -78,22 +78,23 @@ def test_c21_whole_model():
     passes = Passes(model, shapes)
     pools = model.create_pools(num_pages=2 * TABLE, page_size=PAGE)
     before = backend_compiles()
-    warm_up(passes.buckets, passes.state, pools, progress=False)
+    warm_up([passes.prefill, passes.decode], passes.state, pools, progress=False)
     # One program for each pass, batch size and, in prompts, number of rows.
     assert backend_compiles() - before == len(shapes.batches) * len(shapes.prompt_rows) + len(shapes.batches)
     before, rng = backend_compiles(), np.random.default_rng(1)
     for _ in range(300):
         batch = rng.integers(2, endpoint=True)
         table = rng.permutation(2 * TABLE).reshape(2, TABLE)[:batch].astype(np.int32)
+        shared = {"page_table": table, **zeros(SAMPLING, {"B": len(table)}, None)}
         if rng.random() < 0.3:
             q_lens = rng.integers(4, size=batch, endpoint=True).astype(np.int32)
-            inputs = {"seq_lens": q_lens, "q_lens": q_lens, "tokens": np.zeros(q_lens.sum(), np.int32)}
-            outputs, pools = passes.prefill(passes.state, pools, {"page_table": table, **inputs})
+            inputs = {"seq_lens": q_lens, "q_lens": q_lens, "prompt_tokens": np.zeros(q_lens.sum(), np.int32)}
+            outputs, pools = passes.prefill(passes.state, pools, shared | inputs)
         else:
             lens = rng.integers(MAX_LEN, size=batch, endpoint=True).astype(np.int32)
             inputs = {"lens": lens, "active": rng.integers(2, size=batch, dtype=np.int32)}
             inputs["tokens"] = rng.integers(8, size=batch, dtype=np.int32)
-            outputs, pools = passes.decode(passes.state, pools, {"page_table": table, **inputs})
+            outputs, pools = passes.decode(passes.state, pools, shared | inputs)
         jax.block_until_ready(outputs)
     assert backend_compiles() == before
 

@@ -117,7 +117,7 @@ class Calls(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.drain()
             self.take(self.engine.step())
-            self.engine._prefixes.clear()
+            self.engine.clear_prefix_cache()
             assert self.engine.statistics.pages_idle == 0
 
 

@@ -1,11 +1,8 @@
 """The engine: what it answers, whoever else it serves and however short pages are."""
 
-import asyncio
 import collections
 import dataclasses
-import gc
 import logging
-import re
 import threading
 import time
 
@@ -15,67 +12,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from checkpoints import V2, V3
-from mla_attn.engine import Engine, Output, QueueFull, SamplingParams
-from mla_attn.engine import engine as engine_module
+from checkpoints import V3
+from mla_attn.engine import Engine, Output, QueueFull, SamplingParams, inputs
 from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
-from recorder import programs_kept
-from traffic import CHAIN, KINDS, MAX_LEN, TREE, check_tokens, logits_of, small_engine, small_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def warm():
-    """One engine for all tests that leave it idle."""
-    engine = small_engine()
-    engine.warm_up(progress=False)
-    return engine
-
-
-@pytest.fixture
-def engine(warm):
-    yield warm
-    assert_idle(warm)
-
-
-def assert_idle(engine):
-    """Nothing is left of any request but what the prefix cache keeps."""
-    assert not engine.busy
-    assert engine.step() == []
-    statistics = engine.statistics
-    assert (statistics.waiting, statistics.running) == (0, 0)
-    assert statistics.pages_used == 0
-    engine._prefixes.clear()
-    assert engine.statistics.pages_idle == 0
-
-
-def collect(outputs, into=None):
-    """Tokens and finish reason of each request; nothing comes after a reason."""
-    found = into if into is not None else {}
-    for output in outputs:
-        tokens, reason = found.get(output.request_id, ([], None))
-        assert reason is None
-        found[output.request_id] = (tokens + output.tokens, output.finish_reason)
-    return found
-
-
-def serve(engine, prompt, **params):
-    """Tokens of one request."""
-    name = engine.add_request(prompt, SamplingParams(**params))
-    tokens, reason = collect(engine.run())[name]
-    assert reason in ("stop", "length")
-    return tokens
-
-
-def some_prompt(rng, least=1, most=20):
-    return rng.integers(13, size=rng.integers(least, most, endpoint=True)).tolist()
-
+from traffic import (
+    CHAIN,
+    KINDS,
+    MAX_LEN,
+    TREE,
+    assert_idle,
+    check_tokens,
+    collect,
+    logits_of,
+    serve,
+    small_engine,
+    small_model,
+    some_prompt,
+)
 
 # What is answered.
 
@@ -114,7 +68,7 @@ def test_a_trained_checkpoint():
 def test_what_draft_passes_are_told():
     """Which pass it is, and how many drafts precede those it takes: a wrong one costs drafts, never a token."""
     for widths, wanted in {(1, 1, 1): [(0, 0), (1, 1)], (2, 2, 1): [(0, 0), (1, 2)], (3,): []}.items():
-        told = engine_module._draft_steps(DraftTree(widths))
+        told = inputs.draft_steps(DraftTree(widths))
         assert [(int(step["step"]), int(step["num_drafted"])) for step in told] == wanted
 
 
@@ -369,8 +323,8 @@ def test_c16_placeholder_drafts(engine):
 
 
 def forget_drafts(engine):
-    pools, slots = engine._device
-    engine._device = pools, slots | {"drafts": np.full_like(slots["drafts"], -1)}
+    pools, states = engine._device
+    engine._device = pools, states | {"drafts": np.full_like(states["drafts"], -1)}
 
 
 def test_pages_for_all_are_enough_for_all(engine):
@@ -508,7 +462,7 @@ def test_slots_do_not_wait_for_tokens_on_their_way(engine, monkeypatch):
     """Where somebody waits, a slot goes on as soon as its request is launched to its end; no step reads its own."""
     launched, read = [], engine._read
     monkeypatch.setattr(
-        engine, "_read", lambda before: (launched.append(engine._counts["launches"] - before), read(before))
+        engine, "_read", lambda before: (launched.append(engine._counters.launches - before), read(before))
     )
     before = engine.statistics.steps
     for n in range(12):
@@ -519,112 +473,9 @@ def test_slots_do_not_wait_for_tokens_on_their_way(engine, monkeypatch):
     assert all(count == 1 for count in launched[:3])
 
 
-# Streams.
-
-
-def test_streams(engine, caplog):
-    """Several at a time, one left early; the engine is driven by whoever waits."""
-    params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=n, speculation=KINDS[n]) for n in range(3)]
-    wanted = [serve(engine, [4, 2], **vars(p)) for p in params]
-
-    async def read(p, count=None):
-        tokens, stream = [], engine.stream([4, 2], p)
-        async for output in stream:
-            tokens += output.tokens
-            assert (output.finish_reason is not None) == (len(tokens) == 16)
-            if count is not None and len(tokens) >= count:
-                await stream.aclose()
-        return tokens
-
-    async def main():
-        return await asyncio.gather(*(read(p) for p in params), read(params[0], count=4))
-
-    before = engine.statistics.cancelled
-    for _ in range(2):  # another event loop each time
-        *whole, part = asyncio.run(main())
-        assert whole == wanted
-        assert part == wanted[0][: len(part)]
-    collect(engine.run())
-    assert engine.statistics.cancelled == before + 2
-    assert not caplog.records  # of a callback into a loop that is gone
-
-
-def test_a_stream_raises_what_the_step_raises(monkeypatch):
-    engine = small_engine()
-
-    def broken():
-        raise OSError("the device is gone")
-
-    monkeypatch.setattr(engine, "step", broken)
-
-    async def main():
-        async for _ in engine.stream([1], SamplingParams(max_new_tokens=4)):
-            pass
-
-    with pytest.raises(OSError, match="the device is gone"):
-        asyncio.run(main())
-
-
-def test_streams_that_fail_at_the_call(engine):
-    async def main():
-        with pytest.raises(ValueError, match="prompt is empty"):
-            engine.stream([])
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("closed", [False, True], ids=["dropped", "closed"])
-def test_a_stream_left_before_it_begins(engine, closed):
-    """Its request has not run, nor will it."""
-
-    async def main():
-        streams = [engine.stream([1], SamplingParams(max_new_tokens=40))]
-        if closed:
-            await streams[0].aclose()
-        else:
-            streams.clear()
-            gc.collect()
-        return streams
-
-    before = engine.statistics
-    streams = asyncio.run(main())
-    assert len(streams) == closed
-    assert [(o.tokens, o.finish_reason) for o in engine.step()] == [([], "cancelled")]
-    assert engine.statistics.prompt_tokens == before.prompt_tokens
-
-
-def test_a_stream_is_not_left_while_somebody_awaits_it(engine):
-    """Nobody else holds it."""
-
-    async def main():
-        return await asyncio.wait_for(anext(engine.stream([1], SamplingParams(max_new_tokens=40))), 60)
-
-    assert len(asyncio.run(main()).tokens) == 1
-    collect(engine.run())
-
-
-def test_a_stream_abandoned_by_its_task(engine):
-    """The consumer is cancelled while it waits: nothing is left but the request, which the next step ends."""
-
-    async def main():
-        async def read():
-            async for _ in engine.stream([1], SamplingParams(max_new_tokens=40)):
-                pass
-
-        task = asyncio.create_task(read())
-        await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(0)
-        return [t.get_coro().__qualname__ for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-
-    assert set(asyncio.run(main())) <= {"Engine._drive"}
-    collect(engine.run())
-
-
 def test_requests_from_threads():
     """Six threads add and cancel while another steps; the bound of the queue holds, everyone is answered."""
-    engine, answers, stop = small_engine(max_waiting=10, speculation=()), collections.Counter(), threading.Event()
+    engine, answers, stop = small_engine(max_waiting=10), collections.Counter(), threading.Event()
     engine.warm_up(progress=False)
     waiting = []
 
@@ -665,19 +516,19 @@ def test_requests_from_threads():
 
 def test_c09_an_idle_engine_launches_nothing(engine):
     serve(engine, [1, 2, 3], max_new_tokens=3)
-    pools, slots = engine._device
+    pools, states = engine._device
     before, steps = np.asarray(pools["full"].data), engine.statistics.steps
     for _ in range(3):
         assert engine.step() == []
     assert engine.statistics.steps == steps
     assert engine._device[0] is pools
     np.testing.assert_array_equal(np.asarray(engine._device[0]["full"].data), before)
-    assert slots["tokens"].shape == (4,)
+    assert states["tokens"].shape == (4,)
 
 
 @pytest.mark.slow
 def test_c22_programs_write_in_place():
-    """Pool and slots are aliased in every program, and scratch does not grow with the pool."""
+    """Pools and states are aliased in every program, and scratch does not grow with the pools."""
     temps = []
     for num_pages in (18, 4000):
         engine = small_engine(num_pages=num_pages)
@@ -685,7 +536,7 @@ def test_c22_programs_write_in_place():
         pool = engine._device[0]["full"].data.nbytes
         own = pool + sum(array.nbytes for array in engine._device[1].values())
         found = []
-        for bucket in engine._all_buckets():
+        for bucket in engine._programs():
             for program in bucket._programs.values():
                 memory = program.memory_analysis()
                 assert own <= memory.alias_size_in_bytes <= own + 4096
@@ -699,103 +550,11 @@ def test_steps_do_not_wait_for_the_tokens_of_the_one_before(engine, monkeypatch)
     """What a step reads was launched before it: the device has work while the host hands out tokens."""
     order, launch, emit = [], engine._launch_tokens, engine._emit
     monkeypatch.setattr(engine, "_launch_tokens", lambda *a: (order.append("launch"), launch(*a))[1])
-    monkeypatch.setattr(engine, "_emit", lambda *a: (order.append("token"), emit(*a))[1])
+    monkeypatch.setattr(engine, "_emit", lambda *a, **k: (order.append("token"), emit(*a, **k))[1])
     engine.add_request([1], SamplingParams(max_new_tokens=6))
     collect(engine.run())
     # The prompt's token is still on the device when the second is made of it, and so on.
     assert order == ["launch", "launch", "token", "token", *["launch", "token"] * 3, "token"]
-
-
-# Wrong calls.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_batch": 0}, "max_batch=0 must be an integer of at least 1"),
-        ({"num_pages": 0}, "num_pages=0 must be an integer of at least 1"),
-        ({"page_size": -1}, "page_size=-1 must be an integer of at least 1"),
-        ({"prompt_tokens": 0}, "prompt_tokens=0 must be an integer of at least 1"),
-        ({"max_waiting": 0}, "max_waiting=0 must be an integer of at least 1"),
-        ({"max_len": 5000}, "max_len=5000 must be at most max_position_embeddings=4096"),
-        ({"max_len": 48.0}, "max_len=48.0 must be an integer of at least 1"),
-        ({"batches": (1, 2)}, r"batches=\(1, 2\) must be at least 1, the largest at least max_batch=4"),
-        ({"batches": (2.5, 8)}, "batches holds 2.5, must be a sequence of integers"),
-        ({"batches": 8}, "batches=8 must be a sequence of integers"),
-        ({"speculation": CHAIN}, r"speculation=DraftTree\(widths=\(1, 1\)\) must be a sequence of DraftTree"),
-        ({"speculation": ("2x2",)}, r"speculation=\('2x2',\) must be a sequence of DraftTree"),
-        ({"implementation": "foo"}, "implementation='foo' must be one of mosaic_gpu"),
-    ],
-)
-def test_wrong_engines(options, message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        small_engine(**options)
-
-
-def test_an_implementation_that_does_not_serve(monkeypatch):
-    for name in ("xla", "reference"):
-        small_engine(implementation=name)
-    monkeypatch.setenv("MLA_ATTN_IMPLEMENTATION", "triton")
-    with pytest.raises(NotImplementedError, match="mla_attention has no 'triton' implementation"):
-        small_engine()
-    with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .* must be"):
-        small_engine(implementation="mosaic_gpu")
-
-
-def test_a_model_without_draft_layer():
-    with pytest.raises(ValueError, match="no MTP layer"):
-        small_engine(model=load_checkpoint(V2, dtype=jnp.float32))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ([], {}, "prompt is empty"),
-        ([1, 13], {}, "prompt holds token 13, must be 0 to 12"),
-        ([-1], {}, "prompt holds token -1"),
-        ([1] * 40, {"max_new_tokens": 9}, "prompt has 40 tokens and max_new_tokens=9: together they must be at most"),
-        ([1], {"max_new_tokens": 5, "speculation": DraftTree.chain(4)}, r"widths \(1, 1, 1, 1\) must be one of the"),
-        ([1, 1.5], {}, "prompt holds 1.5, must be a sequence of integers"),
-        ([True], {}, "prompt holds True, must be a sequence of integers"),
-        ("abc", {}, "prompt holds 'a', must be a sequence of integers"),
-        (np.ones((2, 2), np.int32), {}, r"prompt holds \[1, 1\], must be a sequence of integers"),
-        (np.int32(1), {}, r"prompt=np.int32\(1\) must be a sequence of integers"),
-        ((n for n in range(2)), {}, "prompt=<generator .* must be a sequence of integers"),
-        (None, {}, "prompt=None must be a sequence of integers"),
-    ],
-)
-def test_wrong_requests(engine, prompt, params, message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        engine.add_request(prompt, SamplingParams(**params))
-
-
-@pytest.mark.parametrize("kind", [tuple, np.array, jnp.array, bytes])
-def test_prompts_of_any_kind(engine, kind, unchecked):
-    prompt = [1, 2, 3]
-    assert serve(engine, kind(prompt), max_new_tokens=2) == serve(engine, prompt, max_new_tokens=2)
-
-
-def test_a_request_that_could_never_run():
-    with pytest.raises(ValueError, match="they need 12 pages, must be at most num_pages=11"):
-        small_engine(num_pages=11).add_request([1] * 40, SamplingParams(max_new_tokens=8))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
-     {"temperature": 1e39}, {"temperature": "a"}, {"temperature": None}, {"top_p": None}, {"speculation": "2x2"},
-     {"speculation": 3}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}, {"seed": 2**32}, {"seed": 1.5},
-     {"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"stop_tokens": None}, {"stop_tokens": (1.5,)}],
-)  # fmt: skip
-def test_wrong_params(params, unchecked):
-    ((name, value),) = params.items()
-    with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(value))} must be|{name} holds 1.5, must be"):
-        SamplingParams(**params)
-
-
-def test_stop_tokens_of_any_kind(unchecked):
-    for tokens in ([3, 4], np.array([3, 4]), (token for token in (3, 4))):
-        assert SamplingParams(stop_tokens=tokens).stop_tokens == (3, 4)
 
 
 def test_output_is_what_callbacks_see(engine):

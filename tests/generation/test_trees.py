@@ -1,6 +1,5 @@
 """Generation with draft trees on the V3 fixture: greedy's tokens, and more accepted than along a chain."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,8 +10,9 @@ import pytest
 from checkpoints import V3
 from mla_attn import generation
 from mla_attn.buckets import Buckets
+from mla_attn.engine import Engine
 from mla_attn.models import load_checkpoint
-from mla_attn.passes import Passes
+from mla_attn.passes import DraftPasses, Passes, Shapes
 from mla_attn.speculative import DraftTree
 from recorder import programs_kept
 
@@ -57,39 +57,55 @@ def run(widths):
         The tokens, and of each step and request that was active: the request, its number of tokens before the step,
         how many it got, the tree's drafts, and those of a chain from each of the drafts after the anchor.
     """
-    tree = DraftTree(widths)
-    prompts = [prompt for prompt, _ in expected()]
-    loop = generation._Run(model(), prompts, ROOM - (tree.size - 1), tree, 16, None, (), None, None)
-    chain = Passes(model(), dataclasses.replace(loop.passes.shapes, tree=DraftTree((1,) * tree.depth)))
-    verify, drafts = loop.passes.target_verify, []
+    tree, steps = DraftTree(widths), []
+    chain = DraftPasses(Passes(model(), shapes(tree)), model(), DraftTree((1,) * tree.depth))
 
-    def spy(state, pool, inputs):
-        drafts.append(np.asarray(inputs["drafts"]))
-        return verify(state, pool, inputs)
+    class Watched(Engine):
+        def _launch_tokens(self, kind, requests):
+            slots, states = np.array([r.slot for r in requests]), jax.tree.map(np.array, self._device[1])
+            lens, counts = states["lens"][slots], [r.num_new for r in requests]
+            chains = np.stack([chain_drafts(self, chain, requests, states, n) for n in range(widths[0])], axis=1)
+            super()._launch_tokens(kind, requests)
+            emitted = np.array(self._device[1]["lens"])[slots] - lens
+            for row, request in enumerate(requests):
+                drafts = self.drafts[row]
+                steps.append((request.id, counts[row], int(emitted[row]), drafts, chains[row]))
 
-    loop.passes.target_verify = spy
-    loop.prefill()
-    steps = []
-    while loop.active.any():
-        active, lens, counts = np.flatnonzero(loop.active), np.asarray(loop.lens), list(map(len, loop.tokens))
-        chains = np.stack([chain_drafts(loop, chain, first) for first in range(widths[0])], axis=1)
-        loop.speculate()
-        emitted = np.asarray(loop.lens) - lens
-        steps += [(i, counts[i], int(emitted[i]), drafts[-1][i], chains[i]) for i in active]
-    return loop.tokens, steps
+        def _run(self, bucket, **arrays):
+            if bucket.name == "target_verify":
+                self.drafts = np.array(self._device[1]["drafts"])[np.asarray(arrays["slots"])]
+            return super()._run(bucket, **arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "Engine", Watched)
+        new = ROOM - (tree.size - 1)
+        prompts = [prompt for prompt, _ in expected()]
+        made = generation.generate(model(), prompts, max_new_tokens=new, tree=tree, page_size=16)
+    return made.tokens, steps
 
 
-def chain_drafts(loop, chain, first):
+def shapes(tree):
+    longest = max(len(prompt) for prompt, _ in expected()) + ROOM
+    return Shapes(batches=(4,), prompt_rows=(8,), table_width=-(-longest // 16), page_size=16, max_len=longest)
+
+
+def chain_drafts(engine, chain, requests, states, first):
     """What a chain would draft after one of the draft layer's likeliest tokens, on a copy of the cache."""
-    drafts = np.full((len(loop.active), chain.shapes.tree.depth), -1, np.int32)
-    drafts[:, 0] = np.asarray(loop.draft["drafts"])[:, first]
-    draft = {"drafts": drafts, "hidden": loop.draft["hidden"]}
-    state = {"page_table": loop.table, "lens": loop.lens, "active": loop.active}
-    pool = jax.tree.map(jnp.copy, loop.pools)
+    slots, depth = np.array([r.slot for r in requests]), chain.tree.depth
+    drafts = np.full((len(slots), depth), -1, np.int32)
+    drafts[:, 0] = states["drafts"][slots, first]
+    for request in requests:  # the chain's rows are those of the round that follows
+        pages, length = engine._scheduler.pages, engine._scheduler.most_rows(request.prompt_len, request.params)
+        pages.grow(request.id, max(pages.length(request.id), length))
+    fixed = {"page_table": engine._scheduler.pages.table([r.id for r in requests]), "lens": states["lens"][slots]}
+    fixed |= {"active": np.ones(len(slots), np.int32)}
+    draft = {"drafts": drafts, "hidden": states["hidden"][slots, :1]}
+    pools = jax.tree.map(jnp.copy, engine._device[0])
     for step, bucket in enumerate(chain.draft_decode):
         number = {"step": np.int32(step), "num_drafted": np.int32(step)}
-        draft, pool = bucket(chain.state, pool, {**draft, **number, **state})
-    return np.asarray(draft["drafts"])
+        out, pools = bucket(engine._passes.state, pools, {**draft, **number, **fixed})
+        draft = {name: np.array(value)[: len(slots)] for name, value in out.items()}
+    return draft["drafts"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from mla_attn import metadata as md
 from mla_attn import steps
 from mla_attn.cache import LatentPool, move_rows, write_latent
 from mla_attn.ops import mla_attention, plan_mla
-from mla_attn.passes import Passes, Shapes
+from mla_attn.passes import DraftPasses, Passes, Shapes
 from mla_attn.specs import MLASpec
 from mla_attn.speculative import DraftTree
 
@@ -242,10 +242,10 @@ PASSES = ("prefill", "extend", "decode", "draft_prefill", "draft_decode", "targe
 
 def lower_pass(name: str, model, sharding: jax.sharding.Sharding | None = None) -> tuple[jax.stages.Lowered, int]:
     """A pass of a whole model over a large pool, and the bytes of a layer of that pool."""
-    shapes = Shapes((2,), (16,), LARGE.table_width, LARGE.page_size, max_len=1024, tree=DraftTree((2, 2)), chunked=True)
-    passes = Passes(model, shapes)
-    buckets = getattr(passes, name)
-    buckets = buckets[0] if isinstance(buckets, list) else buckets
+    passes = Passes(model, Shapes((2,), (16,), LARGE.table_width, LARGE.page_size, max_len=1024))
+    owner = passes if name in ("prefill", "extend", "decode") else DraftPasses(passes, model, DraftTree((2, 2)))
+    buckets = getattr(owner, name)
+    buckets = buckets[0] if isinstance(buckets, tuple) else buckets
     pools = jax.eval_shape(lambda: model.create_pools(num_pages=LARGE.num_pages, page_size=LARGE.page_size))
     arguments = place((passes.state, pools, buckets._rungs[0]), sharding)
     (pool,) = pools.values()

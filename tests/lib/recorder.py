@@ -11,31 +11,49 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from mla_attn import buckets, generation
+from mla_attn import generation
+from mla_attn.engine import Engine
 from mla_attn.metadata import row_owners
 from mla_attn.models import CausalLM
-from mla_attn.models.deepseek import GROUP
+from mla_attn.passes import FIELDS, KEPT, Passes
 
 POOL_TOKENS = 2048  # one size for all runs: those with the same shapes compile the same programs
 
 
 @dataclasses.dataclass
+class Stateless:
+    """A compiled pass of an engine, called with all its fields: state is made of those that the device would keep."""
+
+    bucket: Any
+    states: dict[str, jax.ShapeDtypeStruct]
+
+    def __call__(self, state, pools, inputs):
+        batch = len(inputs["page_table"])
+        states = {name: np.zeros(s.shape, s.dtype) for name, s in self.states.items()}
+        kept = [name for name in inputs if name in KEPT]
+        for name in kept:
+            value = np.asarray(inputs[name])
+            states[name][tuple(map(slice, value.shape))] = value
+        rest = {name: value for name, value in inputs.items() if name not in kept}
+        rest["slots"] = np.arange(batch, dtype=np.int32)
+        outputs, (pools, _) = self.bucket(state, (pools, jax.tree.map(jnp.asarray, states)), rest)
+        return outputs, pools
+
+
+@dataclasses.dataclass
 class Call:
-    """One call of a bucket, as made, and its results in NumPy.
+    """One call of a pass as the whole batch would have made it, a row a request, and its results in NumPy.
 
     ``rows`` has for each row of the model T: ``requests`` (-1 on padding), ``positions``, ``tokens`` (of the draft
     layer: those that follow) and ``logits`` (of the draft layer: its own).
     """
 
-    bucket: buckets.Buckets
+    name: str
+    bucket: Stateless
     state: Any
     inputs: dict[str, Any]
     outputs: dict[str, np.ndarray]
     rows: dict[str, np.ndarray]
-
-    @property
-    def name(self) -> str:
-        return self.bucket.name
 
     def of(self, request: int, what: str = "logits") -> np.ndarray:
         """What the rows of one request hold."""
@@ -43,7 +61,9 @@ class Call:
 
     def again(self, pools) -> "Call":
         """The same call over other pools, which are left as they are."""
-        return _call(self.bucket, self.state, jax.tree.map(jnp.copy, pools), self.inputs)[0]
+        outputs, _ = self.bucket(self.state, jax.tree.map(jnp.copy, pools), self.inputs)
+        rows = outputs.pop("rows")
+        return Call(self.name, self.bucket, self.state, self.inputs, *jax.tree.map(np.array, (outputs, rows)))
 
 
 @dataclasses.dataclass
@@ -62,64 +82,106 @@ class Recording:
         return [call for call in self.calls if call.name in names]
 
 
-def record(model: CausalLM, prompts, **options) -> Recording:
-    """Generate, over a cache that holds NaN wherever nothing was written, in pages of requests and others."""
-    recording = Recording([], None, [], [], None, {})
-    model_class = type(model)
-    created, begun = model_class.create_pools, buckets.Buckets.__init__
-    traced: list[dict[str, Any]] = []
+class _RecordedPasses(Passes):
+    """Passes that also return the rows of the model."""
 
-    def create(self, *, num_pages, page_size):
-        assert num_pages < POOL_TOKENS // page_size
-        pools = created(self, num_pages=POOL_TOKENS // page_size, page_size=page_size)
-        return jax.tree.map(lambda data: jnp.full_like(data, jnp.nan), pools)
+    def __init__(self, *arguments, **options):
+        self.rows: list[dict[str, Any]] = []
+        self.traced: dict[str, tuple] = {}
+        super().__init__(*arguments, **options)
 
-    def watched(method, head):
-        def run(self, *arguments, **options):
-            *_, tokens, _, metadata = arguments
-            hidden, pools = method(self, *arguments, **options)
-            m = metadata[GROUP]
-            owners, owned = row_owners(m.q_starts, m.q_lens, m.slots.shape[0])
-            facts = {"requests": jnp.where(owned, owners, -1), "positions": m.positions, "tokens": tokens}
-            traced.append({**facts, "logits": head(self, hidden)})
-            return hidden, pools
+    def run(self, model, tokens, pools, m, **options):
+        hidden, pools = super().run(model, tokens, pools, m, **options)
+        self._note(tokens, m, model.logits(hidden))
+        return hidden, pools
 
-        return run
+    def run_draft(self, model, hidden, tokens, pools, m, **options):
+        hidden, pools = super().run_draft(model, hidden, tokens, pools, m, **options)
+        self._note(tokens, m, model.draft_logits(hidden))
+        return hidden, pools
 
-    def begin(self, name, fn, rungs):
+    def _note(self, tokens, m, logits):
+        owners, owned = row_owners(m.q_starts, m.q_lens, m.slots.shape[0])
+        requests = jnp.where(owned, owners, -1)
+        self.rows.append({"requests": requests, "positions": m.positions, "tokens": tokens, "logits": logits})
+
+    def buckets(self, name, fn, inputs, **options):
         def with_rows(*arguments):
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-            recording.traced[name] = (fn, *shapes)
+            self.traced[name] = (fn, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments))
             outputs, pools = fn(*arguments)
-            return {**outputs, "rows": traced.pop()}, pools
+            return {**outputs, "rows": self.rows.pop()}, pools
 
-        begun(self, name, with_rows, rungs)
+        return super().buckets(name, with_rows, inputs, **options)
 
-    def call(self, state, pools, inputs):
-        made, outputs, pools = _call(self, state, pools, inputs, run=called)
-        recording.calls.append(made)
-        recording.pools = pools
-        return outputs, pools
 
-    called = buckets.Buckets.__call__
+class _RecordedEngine(Engine):
+    """Over a cache that holds NaN wherever nothing was written, in pages of requests and others; none is used again."""
+
+    passes_class = _RecordedPasses
+
+    def _build(self, *arguments, **options):
+        self.calls: list[Call] = []
+        super()._build(*arguments, **options)
+        self._scheduler.pages.free = lambda request: None
+
+    def _create_device(self):
+        size = self._cache.page_size
+        assert self._cache.num_pages < POOL_TOKENS // size
+        pools = self.model.create_pools(num_pages=POOL_TOKENS // size, page_size=size)
+        return jax.tree.map(lambda data: jnp.full_like(data, jnp.nan), pools), super()._create_device()[1]
+
+    def _run(self, bucket, **arrays):
+        states = jax.tree.map(np.asarray, self._device[1])
+        live = np.asarray(arrays["active" if "active" in arrays else "q_lens"]) > 0
+        slots = np.asarray(arrays["slots"])[live]
+        requests = np.array([self._scheduler.slots[slot].id for slot in slots])
+        outputs = super()._run(bucket, **arrays)
+        rows = outputs.pop("rows")
+        batch, rest = self._batches[0], {name: value for name, value in arrays.items() if name != "slots"}
+        if "active" in arrays:
+            rest |= {name: states[name][slots] for name in KEPT}
+        inputs = {name: _by_request(name, value, requests, batch) for name, value in rest.items()}
+        results = {name: _by_request(name, value, requests, batch) for name, value in outputs.items()}
+        rows = jax.tree.map(np.array, rows)
+        owners = np.append(requests, np.full(batch + 1 - len(requests), -1))  # the last for padding, -1
+        rows["requests"] = owners[rows["requests"]]
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._device[1])
+        self.calls.append(Call(bucket.name, Stateless(bucket, shapes), self._passes.state, inputs, results, rows))
+        return outputs
+
+
+def _by_request(name: str, value: Any, requests: np.ndarray, batch: int) -> np.ndarray:
+    """A field with a row for each request of the generation, in order: of those that are not in the batch, padding."""
+    value = np.asarray(value)
+    if not FIELDS[name].axes.startswith("B"):
+        return value
+    rows = np.full((batch, *value.shape[1:]), -1 if name in ("page_table", "emitted") else 0, value.dtype)
+    rows[requests] = value[: len(requests)]
+    return rows
+
+
+def record(model: CausalLM, prompts, **options) -> Recording:
+    """Generate, and write down every pass."""
+    engines, stream = [], []
+
+    class Recorded(_RecordedEngine):
+        def _build(self, *arguments, **rest):
+            super()._build(*arguments, **rest)
+            engines.append(self)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_class, "create_pools", create)
-        patch.setattr(model_class, "__call__", watched(model_class.__call__, model_class.logits))
-        patch.setattr(model_class, "draft", watched(model_class.draft, model_class.draft_logits))
-        patch.setattr(buckets.Buckets, "__init__", begin)
-        patch.setattr(buckets.Buckets, "__call__", call)
+        patch.setattr(generation, "Engine", Recorded)
         result = generation.generate(
-            model, prompts, on_tokens=lambda request, tokens: recording.stream.append((request, tokens)), **options
+            model, prompts, on_tokens=lambda request, tokens: stream.append((request, tokens)), **options
         )
-    recording.tokens, recording.statistics = result.tokens, result.statistics
-    return recording
-
-
-def _call(bucket, state, pools, inputs, run=buckets.Buckets.__call__):
-    outputs, pools = run(bucket, state, pools, inputs)
-    rows = outputs.pop("rows")
-    copies = jax.tree.map(np.array, (outputs, rows))
-    return Call(bucket, state, inputs, *copies), outputs, pools
+    (engine,) = engines
+    # Tables as they are in the end, with pages that an earlier call did not need yet.
+    last: dict[int, np.ndarray] = {}
+    for call in reversed(engine.calls):
+        table = call.inputs["page_table"]
+        for request in range(len(table)):
+            table[request] = last.setdefault(request, table[request].copy()) if (table[request] >= 0).any() else -1
+    return Recording(result.tokens, result.statistics, engine.calls, stream, engine._device[0], engine._passes.traced)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 Nothing of the engine takes part in the judgement: no page, no cache, no other request, no draft.
 """
 
+import copy
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ def small_model(vocab_size: int = 13, *, dtype=jnp.float32, **sizes) -> Deepseek
 
 def small_engine(kind: type[Engine] = Engine, model=None, **options) -> Engine:
     """Of the small model: four requests at a time, in pages for one and a half of the longest. Engines that differ in
-    nothing that shapes depend on share their programs."""
+    nothing that programs depend on share them, and compile each once."""
     defaults = {
         "max_batch": 4,
         "num_pages": 18,
@@ -45,7 +47,48 @@ def small_engine(kind: type[Engine] = Engine, model=None, **options) -> Engine:
         "prompt_tokens": 16,
         "batches": (4,),
     }
-    return kind(model or small_model(), **{**defaults, **options})
+    engine = kind(model or small_model(), **{**defaults, **options})
+    facts = (engine._passes.shapes, engine._cache.num_pages, engine.max_batch, engine.speculation)
+    key = (kind, id(engine.model), facts, options.get("implementation"), os.environ.get("MLA_ATTN_IMPLEMENTATION"))
+    first = _engines.setdefault(key, engine)
+    engine._passes, engine._drafting = copy.copy(first._passes), first._drafting  # each with weights of its own
+    return engine
+
+
+_engines: dict[tuple, Engine] = {}  # the first of each kind, whose programs the others run
+
+
+def some_prompt(rng, least=1, most=20) -> list[int]:
+    return rng.integers(13, size=rng.integers(least, most, endpoint=True)).tolist()
+
+
+def collect(outputs, into=None) -> dict[int, tuple[list[int], str | None]]:
+    """Tokens and finish reason of each request; nothing comes after a reason."""
+    found = into if into is not None else {}
+    for output in outputs:
+        tokens, reason = found.get(output.request_id, ([], None))
+        assert reason is None
+        found[output.request_id] = (tokens + output.tokens, output.finish_reason)
+    return found
+
+
+def serve(engine, prompt, **params) -> list[int]:
+    """Tokens of one request."""
+    name = engine.add_request(prompt, SamplingParams(**params))
+    tokens, reason = collect(engine.run())[name]
+    assert reason in ("stop", "length")
+    return tokens
+
+
+def assert_idle(engine) -> None:
+    """Nothing is left of any request but what the prefix cache keeps."""
+    assert not engine.busy
+    assert engine.step() == []
+    statistics = engine.statistics
+    assert (statistics.waiting, statistics.running) == (0, 0)
+    assert statistics.pages_used == 0
+    engine.clear_prefix_cache()
+    assert engine.statistics.pages_idle == 0
 
 
 def logits_of(model, tokens) -> np.ndarray:

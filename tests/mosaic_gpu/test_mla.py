@@ -145,7 +145,7 @@ def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, implementat
     config = dataclasses.replace(small_config(32), kv_lora_rank=512, qk_rope_head_dim=64)
     with compiling_for(H200):
         model = DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
-        shapes = Shapes((2,), (16,), table_width=4, page_size=64, max_len=256, chunked=True)
+        shapes = Shapes((2,), (16,), table_width=4, page_size=64, max_len=256)
         passes = Passes(model, shapes, implementation=implementation)
         pools = model.create_pools(num_pages=8, page_size=64)
         buckets = getattr(passes, mode)

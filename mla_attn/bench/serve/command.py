@@ -18,12 +18,12 @@ from mla_attn.bench.machine import machine
 from mla_attn.bench.model import CONFIGS
 from mla_attn.bench.output import say
 from mla_attn.bench.serve import report
-from mla_attn.bench.serve.engines import BenchEngine, SimulatedEngine
+from mla_attn.bench.serve.engines import SimulatedEngine
 from mla_attn.bench.serve.replay import Replay, rehearse, replay, watch
 from mla_attn.bench.serve.trace import COMMON_PREFIXES, Load, Request, make_trace
 from mla_attn.cache.formats import FORMATS
 from mla_attn.dispatch import NAMES
-from mla_attn.engine.requests import SamplingParams
+from mla_attn.engine import Engine, SamplingParams
 from mla_attn.models import CausalLM, load_checkpoint, random_model
 from mla_attn.speculative import DraftTree
 
@@ -126,33 +126,33 @@ def _show(options: argparse.Namespace, results: list[dict], replayed: Replay, *,
             report.plot(replayed, title, options.plot)
 
 
-def _serve(engine: BenchEngine, case: Case, trace: Sequence[Request]) -> tuple[Replay, dict[str, int | float] | None]:
+def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay, dict[str, int | float] | None]:
     """The replay of a case, and what the device did in one more that is profiled, where it can be."""
-    engine.limit = case.max_batch
+    engine.max_running = case.max_batch
     if case.acceptance is not None:
         assert isinstance(engine, SimulatedEngine)
         engine.simulate(case.acceptance)
     rehearse(engine, case.load, case.params)
-    engine.forget()
+    engine.clear_prefix_cache()
     replayed, device = replay(engine, trace, case.params, progress=sys.stderr.isatty()), None
     if jax.default_backend() == "gpu":
-        engine.forget()
+        engine.clear_prefix_cache()
         try:
             device = watch(engine, case.load, case.params)
         except RuntimeError as error:  # a failing profiler costs a figure, not the run
             say(f"what the device did is unknown: {error}")
-    engine.forget()
+    engine.clear_prefix_cache()
     return replayed, device
 
 
 def _engine(
     options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, *, max_len: int, num_pages: int
-) -> BenchEngine:
+) -> Engine:
     """One that serves all cases."""
     batches = sorted({case.max_batch for case in cases})
     trees = dict.fromkeys(case.params.speculation for case in cases if case.params.speculation)
     simulated = any(case.acceptance is not None for case in cases)
-    return (SimulatedEngine if simulated else BenchEngine)(
+    return (SimulatedEngine if simulated else Engine)(
         model,
         max_batch=batches[-1],
         batches=batches if len(batches) > 1 else None,

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from mla_attn.bench import timing
-from mla_attn.bench.serve.engines import BenchEngine
 from mla_attn.bench.serve.trace import Load, Request, make_trace
-from mla_attn.engine import Engine
-from mla_attn.engine.requests import EngineStatistics, Output, SamplingParams
+from mla_attn.engine import Engine, EngineStatistics, Output, SamplingParams
 
 _PROFILED_STEPS = 32
 _LONGEST_NAP = 0.01  # seconds; sleep() is exact to about a tenth of a millisecond, so short naps lose nothing
@@ -151,12 +149,12 @@ def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, 
     )
 
 
-def rehearse(engine: BenchEngine, load: Load, params: SamplingParams) -> None:
+def rehearse(engine: Engine, load: Load, params: SamplingParams) -> None:
     """Serve some requests like the load's but of other tokens: a program's first run takes longer than later ones."""
     replay(engine, _twice_the_batch(engine, load, min(load.new_tokens, 16)), params, progress=False)
 
 
-def watch(engine: BenchEngine, load: Load, params: SamplingParams) -> dict[str, int | float]:
+def watch(engine: Engine, load: Load, params: SamplingParams) -> dict[str, int | float]:
     """A profile of some steps of an idle engine, with as many requests running as may and others waiting, if pages and
     tokens last.
 
@@ -187,7 +185,7 @@ def watch(engine: BenchEngine, load: Load, params: SamplingParams) -> dict[str, 
     return {"steps": steps, "step_time": seen.span / max(steps, 1), **shares}
 
 
-def _twice_the_batch(engine: BenchEngine, load: Load, new_tokens: int) -> tuple[Request, ...]:
-    few = {"requests": 2 * engine.most_running, "rate": math.inf, "new_tokens": new_tokens}
+def _twice_the_batch(engine: Engine, load: Load, new_tokens: int) -> tuple[Request, ...]:
+    few = {"requests": 2 * engine.max_running, "rate": math.inf, "new_tokens": new_tokens}
     load = dataclasses.replace(load, **few, seed=load.seed + 1)
     return make_trace(load, vocab_size=engine.model.vocab_size, max_len=engine.max_len)

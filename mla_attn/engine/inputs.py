@@ -1,0 +1,55 @@
+"""Inputs of passes, made on the host from what the scheduler planned."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from mla_attn.engine.scheduler import Request
+from mla_attn.passes import FIELDS, SAMPLING
+from mla_attn.speculative import DraftTree
+
+HostArrays = dict[str, np.ndarray]
+
+
+def prompt_lengths(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
+    """What all passes over prompt parts take."""
+    return {
+        "seq_lens": np.array([part.stop for _, part in parts], np.int32),
+        "q_lens": np.array([part.stop - part.start for _, part in parts], np.int32),
+    }
+
+
+def prompt_tokens(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
+    """What the target's pass over prompt parts takes: their tokens, and how the next ones are chosen."""
+    options = {
+        name: np.array([getattr(request.params, name) for request, _ in parts], FIELDS[name].dtype) for name in SAMPLING
+    }
+    return {"prompt_tokens": np.concatenate([request.tokens[part] for request, part in parts]), **options}
+
+
+def next_tokens(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
+    """What the draft layer's pass takes: the token after each row; -1 after the last: the one that comes of it."""
+    following = []
+    for request, part in parts:
+        known = request.tokens[part.start + 1 : min(part.stop + 1, request.num_tokens)]
+        following.append(np.pad(known, (0, part.stop - part.start - len(known)), constant_values=-1))
+    return {"next_tokens": np.concatenate(following)}
+
+
+def placed(inputs: HostArrays, batches: Sequence[int]) -> dict[str, jax.Array]:
+    """Padded to the least of ``batches`` that holds them, and on the device for all passes of a round of drafts."""
+    requests = len(inputs["slots"])
+    rows = next(size for size in batches if size >= requests)
+    padded = {name: np.zeros((rows, *array.shape[1:]), array.dtype) for name, array in inputs.items()}
+    for name, array in inputs.items():
+        padded[name][:requests] = array
+    return jax.device_put(padded)
+
+
+def draft_steps(tree: DraftTree) -> list[dict[str, jax.Array]]:
+    """What each ``draft_decode`` pass takes besides, on the device for good."""
+    return [
+        jax.device_put({"step": np.int32(step), "num_drafted": np.int32(tree.level_starts[step + 1] - 1)})
+        for step in range(tree.depth - 1)
+    ]

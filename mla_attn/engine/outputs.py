@@ -1,0 +1,131 @@
+"""Outputs on their way to the user: what the engine has decided of requests, kept until somebody takes it."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+
+from mla_attn.engine.requests import Output
+from mla_attn.engine.scheduler import Request, Scheduler
+from mla_attn.engine.statistics import Counters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _HandOut:
+    request: Request
+    output: Output
+    begin: int  # tokens that the request had before
+    now: float
+    counted: bool = False
+    told: bool = False
+
+
+class Outbox:
+    """Gives requests their tokens and their ends, and tells their callbacks.
+
+    An output is handed out as a whole, at whatever point an exception cuts that short: once ``_current`` is set it has
+    happened, and ``redo`` does what is left of it. Nothing else changes a request's tokens.
+
+    Args:
+        scheduler: requests that end are removed from it.
+        live: requests by id; those that end are removed from it.
+        counters: to add to.
+
+    Attributes:
+        outputs: not yet taken, oldest first.
+        in_callback: whether a callback runs.
+        interrupt: a KeyboardInterrupt or SystemExit that a callback raised, for the end of the step.
+    """
+
+    def __init__(self, scheduler: Scheduler, live: dict[int, Request], counters: Counters):
+        self.outputs: list[Output] = []
+        self.in_callback = False
+        self.interrupt: BaseException | None = None
+        self._scheduler, self._live, self._counters = scheduler, live, counters
+        self._current: _HandOut | None = None
+
+    def hand_out(
+        self,
+        request: Request,
+        new: Sequence[int],
+        reason: str | None = None,
+        error: BaseException | None = None,
+        *,
+        keep: bool = True,
+    ) -> None:
+        """Give a request its next tokens. With a ``reason`` it ends; ``keep`` is whether its pages may be reused."""
+        output = Output(request.id, list(new), reason, error)
+        current = _HandOut(request, output, request.num_tokens, time.perf_counter())
+        self._current = current
+        self.outputs.append(output)
+        self._record(current)
+        if reason is not None:
+            self._scheduler.remove(request, keep=keep)
+        self._tell(current)
+        self._current = None
+
+    def record_again(self) -> None:
+        """The part of what was cut short that concerns the request; to be followed by ``tell_again`` once the scheduler
+        is made anew."""
+        if self._current is not None:
+            if not any(output is self._current.output for output in self.outputs):
+                self.outputs.append(self._current.output)
+            self._record(self._current)
+
+    def tell_again(self) -> None:
+        """The part that concerns the callback, unless it was called."""
+        if self._current is not None and not self._current.told:
+            self._tell(self._current)
+        self._current = None
+
+    def _record(self, current: _HandOut) -> None:
+        """Bring a request to where it is after an output. Done twice, it is as done once."""
+        request, output = current.request, current.output
+        end = current.begin + len(output.tokens)
+        request.tokens[current.begin : end] = output.tokens
+        if not current.counted:
+            current.counted = True
+            self._count(current)
+        request.num_tokens = end
+        if output.finish_reason is not None:
+            request.finished = True
+            self._live.pop(request.id, None)
+
+    def _count(self, current: _HandOut) -> None:
+        request, output, counters = current.request, current.output, self._counters
+        if output.tokens:
+            if current.begin == request.prompt_len:
+                counters.first_token_seconds += current.now - request.arrived
+                counters.first_tokens += 1
+            else:
+                counters.later_token_seconds += current.now - request.last_token
+            request.last_token, request.num_faults = current.now, 0
+            counters.new_tokens += len(output.tokens)
+        if output.finish_reason == "cancelled":
+            counters.cancelled += 1
+        elif output.finish_reason == "error":
+            counters.failed += 1
+        elif output.finish_reason is not None:
+            counters.finished += 1
+
+    def _tell(self, current: _HandOut) -> None:
+        """Call back. Whatever that raises, other requests' tokens must not be lost by it."""
+        request = current.request
+        tell = request.on_output  # once: a stream that is left, in whatever thread, takes it away
+        if tell is None:
+            return
+        try:
+            self.in_callback = current.told = True
+            tell(current.output)
+        except BaseException as error:
+            self.in_callback = False
+            logger.exception("the callback of request %d raised", request.id)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                self.interrupt = error
+            request.on_output = None
+            if not request.finished:
+                self.hand_out(request, (), "error", error)
+        finally:
+            self.in_callback = False

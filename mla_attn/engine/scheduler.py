@@ -1,0 +1,307 @@
+"""Which requests run, on which pages and with which prefix: host state alone, without a device.
+
+Nothing here is needed to know a request's tokens, so that after a fault all of it is made anew (``reset``).
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from mla_attn.cache.allocator import OutOfPages, PageAllocator
+from mla_attn.cache.prefix import PrefixCache
+from mla_attn.checks import check_integer
+from mla_attn.engine.requests import OnOutput, SamplingParams
+from mla_attn.engine.statistics import Counters
+from mla_attn.speculative import DraftTree
+
+PROMPTS_PER_PASS = 4  # more cost memory in ``extend`` whether they are there or not
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many requests and tokens run at a time.
+
+    Attributes:
+        max_batch: most requests running.
+        max_len: most tokens of a request, prompt and new ones together.
+        max_waiting: most requests waiting.
+        prompt_tokens: most prompt tokens of a step, all requests together.
+        prompts_per_pass: most requests in a pass over prompts.
+        prompt_chunk: most prompt tokens of a request in a step.
+        whole_prompts: prompts never come in parts, nor begin with cached pages: ``extend`` is not needed.
+        prompts_first: a step that computes prompts does nothing else.
+        overlap: a step reads the tokens of the step before; otherwise its own.
+    """
+
+    max_batch: int
+    max_len: int
+    max_waiting: int
+    prompt_tokens: int
+    prompts_per_pass: int
+    prompt_chunk: int
+    whole_prompts: bool = False
+    prompts_first: bool = False
+    overlap: bool = True
+
+    def __post_init__(self):
+        for name in ("max_batch", "max_len", "max_waiting", "prompt_tokens", "prompts_per_pass", "prompt_chunk"):
+            check_integer(name, getattr(self, name), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSizes:
+    """The paged cache.
+
+    Attributes:
+        num_pages: pages in all.
+        page_size: tokens per page.
+        prefix_cache: whether full pages are found by their content, and kept while there is room.
+    """
+
+    num_pages: int
+    page_size: int
+    prefix_cache: bool
+
+    def __post_init__(self):
+        for name in ("num_pages", "page_size"):
+            check_integer(name, getattr(self, name), 1)
+
+    def pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+
+class Request:
+    """A request, and how far it is.
+
+    Attributes:
+        id: unique in its engine.
+        tokens: int32, the prompt and room for what is generated, of which ``num_tokens`` are there. The only part that
+            a fault leaves as it is.
+        slot: index of its state on the device, while it runs.
+        prompt_rows: rows that passes over prompts compute: after a preemption, of what was generated too.
+        num_computed: those of them that are launched, or were found in the cache.
+        num_accounted: those of them whose pass was read, or were found.
+        num_kept_pages: of those, full pages that others can find.
+        num_decoded_rows: rows of decode and verify passes that were read, on top of ``prompt_rows``.
+        num_rows_in_flight: most rows that launched decode and verify passes will add to them.
+        num_passes_in_flight: launched passes that will bring at least a token each.
+        num_faults: faults since its last token.
+        fault: what the last of them raised.
+    """
+
+    def __init__(self, id: int, prompt: Sequence[int], params: SamplingParams, on_output: OnOutput | None, now: float):
+        self.id, self.params, self.on_output, self.arrived = id, params, on_output, now
+        self.prompt_len = self.num_tokens = len(prompt)
+        self.tokens = np.empty(len(prompt) + params.max_new_tokens, np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.digests: list[bytes] = []  # of its full pages so far
+        self.last_token = now  # when it came
+        self.cancelled = self.finished = False
+        self.num_faults, self.fault = 0, None
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Forget the device: nothing of the request is cached or launched."""
+        self.slot = -1
+        self.prompt_rows = self.num_computed = self.num_accounted = self.num_kept_pages = 0
+        self.num_decoded_rows = self.num_rows_in_flight = self.num_passes_in_flight = 0
+
+    @property
+    def num_new(self) -> int:
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def wants_prompt_pass(self) -> bool:
+        return self.num_computed < self.prompt_rows
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether another decode or verify pass has something to do, as far as is known."""
+        return not self.wants_prompt_pass and self.num_new + self.num_passes_in_flight < self.params.max_new_tokens
+
+    @property
+    def all_launched(self) -> bool:
+        """Whether the request ends with what is launched."""
+        return not self.wants_prompt_pass and not self.wants_token
+
+    @property
+    def num_final_rows(self) -> int:
+        """Rows that are cached for good: their passes were read, and their tokens are the request's."""
+        return min(self.num_accounted + self.num_decoded_rows, self.num_tokens)
+
+
+class Scheduler:
+    """Admission, prefix reuse, reservation of pages and preemption.
+
+    Args:
+        limits: of what runs.
+        cache: pages.
+        counters: preemptions and reused tokens are added to these.
+    """
+
+    def __init__(self, limits: Limits, cache: CacheSizes, counters: Counters):
+        self.limits, self.cache, self.max_running = limits, cache, limits.max_batch
+        self._counters = counters
+        self.reset(())
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Begin anew with empty pages; ``requests`` wait in this order, to be computed again."""
+        self.pages = PageAllocator(
+            self.cache.num_pages, self.cache.page_size, table_width=self.cache.pages(self.limits.max_len)
+        )
+        self.prefixes = PrefixCache(self.pages)
+        self.running: dict[int, Request] = {}  # by id: those that hold pages
+        self.slots: list[Request | None] = [None] * self.limits.max_batch
+        self._num_releases = 0  # of pages and slots
+        self._blocked: tuple[Request, int] | None = None  # who did not get pages, after how many releases
+        waiting = list(requests)
+        for request in waiting:
+            request.rewind()
+        self.waiting = collections.deque(waiting)  # oldest first
+
+    def most_rows(self, prompt_len: int, params: SamplingParams) -> int:
+        """Rows a request may need in all: of its tokens and the drafts of its last verify pass."""
+        drafts = params.speculation.size - 1 if params.speculation else 0
+        return min(prompt_len + params.max_new_tokens + drafts, self.limits.max_len)
+
+    # Who runs.
+
+    def admit(self) -> None:
+        """Give waiting requests slots and pages, oldest first, while there are some and this step can begin with their
+        prompts. Who waits a step longer may find more of its prompt in the cache."""
+        while self.waiting and self._has_prompt_room():
+            request, slot = self.waiting[0], self._free_slot()
+            if slot is None or self._blocked == (request, self._num_releases):
+                return
+            found = self._find_prefix(request)
+            # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
+            needed = self.cache.pages(request.num_tokens) - self.cache.pages(found)
+            growing = sum(self._may_grow(r) for r in self.running.values())
+            if not self._make_free(needed + growing):
+                self.pages.free(request.id)
+                self._blocked = request, self._num_releases
+                return
+            self.pages.grow(request.id, request.num_tokens)
+            self.waiting.popleft()
+            request.rewind()
+            request.slot, request.prompt_rows = slot, request.num_tokens
+            request.num_computed = request.num_accounted = found
+            request.num_kept_pages = self.cache.pages(found)
+            self.running[request.id] = self.slots[slot] = request
+            self._counters.reused_tokens += found
+
+    def preempt(self, request: Request) -> None:
+        """Free a running request's pages; it waits to be computed again, before all others."""
+        self.keep_prefix(request)  # may still be there when it comes back
+        self._release(request)
+        self.waiting.appendleft(request)  # all that run are older than all that wait
+        self._counters.preemptions += 1
+
+    def remove(self, request: Request, *, keep: bool) -> None:
+        """Let go of a request that has ended; ``keep`` is whether its full pages may be found by others."""
+        if request.id in self.running:
+            if keep:
+                self.keep_prefix(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+
+    def _release(self, request: Request) -> None:
+        self._num_releases += 1
+        self.pages.free(request.id)
+        del self.running[request.id]
+        if self.slots[request.slot] is request:
+            self.slots[request.slot] = None
+
+    def _may_grow(self, request: Request) -> bool:
+        most = self.most_rows(request.prompt_len, request.params)
+        return self.cache.pages(self.pages.length(request.id)) < self.cache.pages(most)
+
+    def _has_prompt_room(self) -> bool:
+        left = [self._part(r) for r in self.running.values() if r.wants_prompt_pass]
+        return len(left) < self.limits.prompts_per_pass and sum(left) < self.limits.prompt_tokens
+
+    def _part(self, request: Request) -> int:
+        """Prompt rows of a request in its next pass, if there is room for all."""
+        return min(request.prompt_rows - request.num_computed, self.limits.prompt_chunk)
+
+    def _free_slot(self) -> int | None:
+        """A slot that nobody needs: of a request that ends with what is launched too, for passes run in order."""
+        slots = enumerate(self.slots[: self.max_running])
+        return next((slot for slot, r in slots if r is None or r.all_launched), None)
+
+    # Prefixes.
+
+    def keep_prefix(self, request: Request, *, all_pages: bool = True) -> None:
+        """Let others find the full pages of a running request's final rows: all of them, or those since the last call
+        alone."""
+        if self.cache.prefix_cache:
+            digests = self._digests(request, request.num_final_rows)
+            self.prefixes.keep(request.id, digests, begin=0 if all_pages else request.num_kept_pages)
+            request.num_kept_pages = len(digests)
+
+    def _find_prefix(self, request: Request) -> int:
+        """Adds the request to the page allocator; returns how many of its rows are there. The last token's row is
+        always computed: the next token comes from it."""
+        if not self.cache.prefix_cache:
+            self.pages.create(request.id)
+            return 0
+        return self.prefixes.fork(request.id, self._digests(request, request.num_tokens - 1))
+
+    def _digests(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Names of the full pages among the request's first tokens, each computed once.
+
+        Speculative requests also need the draft layer's rows, which plain requests never write, so the two do not share
+        prefixes. (The draft layer's row of a page's last token depends on the token that followed it in the request
+        that wrote it. After sharing, a draft may be rejected because of that; emitted tokens are not affected.)
+        """
+        kind = request.params.speculation is not None
+        self.prefixes.extend_digests(request.digests, request.tokens[:num_tokens], kind=kind)
+        return request.digests[: num_tokens // self.cache.page_size]
+
+    def _make_free(self, num_pages: int) -> bool:
+        return self.pages.num_free >= num_pages or self.prefixes.evict(num_pages)
+
+    # What runs next.
+
+    def next_prompts(self) -> list[tuple[Request, slice]]:
+        """The requests whose prompts go on in this step, oldest first, and which part of each: of one kind of
+        speculation."""
+        wanting = sorted((r for r in self.running.values() if r.wants_prompt_pass), key=lambda r: r.id)
+        wanting = [r for r in wanting if r.params.speculation == wanting[0].params.speculation]
+        parts, left = [], self.limits.prompt_tokens
+        for request in wanting[: self.limits.prompts_per_pass]:
+            rows = min(self._part(request), left)
+            if rows:
+                parts.append((request, slice(request.num_computed, request.num_computed + rows)))
+            left -= rows
+        return parts
+
+    def next_tokens(self, kind: DraftTree | None, read: Callable[[], bool]) -> list[Request]:
+        """The requests of a kind that get further tokens in this step, oldest first, with room for their rows.
+
+        Args:
+            kind: of speculation.
+            read: reads all launched passes, which may end requests; False if there are none.
+        """
+        mine = [r for r in self.running.values() if r.params.speculation == kind and r.wants_token]
+        ready = [r for r in sorted(mine, key=lambda r: r.id) if self._reserve(r, read)]
+        return [r for r in ready if r.id in self.running]
+
+    def _reserve(self, request: Request, read: Callable[[], bool]) -> bool:
+        """Make room for the rows of the request's next pass. If pages run out, those of the youngest requests are
+        freed: False if that ended or stopped this one."""
+        tree, most = request.params.speculation, self.most_rows(request.prompt_len, request.params)
+        while request.id in self.running and request.wants_token:
+            rows = request.prompt_rows + request.num_decoded_rows + request.num_rows_in_flight
+            rows = max(min(rows + (tree.size if tree else 1), most), self.pages.length(request.id))
+            try:
+                self.pages.grow(request.id, rows)
+                return True
+            except OutOfPages as error:
+                if self._make_free(error.needed) or read():
+                    continue
+            self.preempt(max(self.running.values(), key=lambda r: r.id))
+        return False

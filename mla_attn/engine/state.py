@@ -1,0 +1,65 @@
+"""Request state on the device: what a request carries from pass to pass, each at an index of its own, its slot.
+
+A pass is told the slots of its requests, takes their state from there, and leaves the new state there. So a batch can
+be made of any requests at any step, and the host need not know one step's tokens to start the next.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from mla_attn.passes import FIELDS, KEPT, Arrays, Pass, structs
+from mla_attn.speculative import DraftTree
+
+States = dict[str, Array]
+
+
+def create_states(num_slots: int, trees: Iterable[DraftTree], *, hidden_size: int, dtype: Any) -> States:
+    """State of ``num_slots`` requests of any of these draft trees: the kept fields, with ``num_slots`` for B.
+
+    ``drafts`` and ``hidden`` have room for the largest tree; each tree uses the leading part.
+    """
+    trees = tuple(trees)
+    sizes = {
+        "B": num_slots,
+        "nodes": max((tree.size - 1 for tree in trees), default=0),
+        "width": max((size for tree in trees for size in tree.level_sizes[:-1]), default=0),
+        "dim": hidden_size,
+    }
+    return {name: jnp.zeros(s.shape, s.dtype) for name, s in structs(KEPT, sizes, dtype).items()}
+
+
+def on_states(inner: Pass) -> Pass:
+    """The pass over a pair ``(pools, states)`` that takes ``slots`` in place of the fields that are kept there.
+
+    Padding requests may name any slot: its state is left as it is.
+    """
+    taken = tuple(name for name in inner.inputs if name in KEPT and name not in inner.given)
+
+    def fn(state: Any, pools_and_states: Any, inputs: Arrays) -> tuple[Arrays, Any]:
+        pools, states = pools_and_states
+        slots = inputs["slots"]
+        live = (inputs["active"] if "active" in inputs else inputs["q_lens"]) > 0
+        x = {name: value for name, value in inputs.items() if name != "slots"}
+        sizes = {**inner.sizes, "B": slots.shape[0]}
+        x |= {name: _leading(states[name][slots], FIELDS[name].shape(sizes)) for name in taken}
+        if "temperature" in taken:  # padding draws nothing, and costs nothing
+            x["temperature"] = jnp.where(live, x["temperature"], 0.0)
+        outputs, pools = inner.fn(state, pools, x)
+        left = {name: x[name] for name in inner.given} | outputs
+        slots = jnp.where(live, slots, states["lens"].shape[0])  # out of range: dropped
+        states = states | {name: _store(states[name], slots, left[name]) for name in left if name in KEPT}
+        return outputs, (pools, states)
+
+    inputs = ("slots", *(name for name in inner.inputs if name not in taken))
+    return Pass(inner.name, fn, inputs, inner.sizes, inner.given)
+
+
+def _leading(array: Array, shape: tuple[int, ...]) -> Array:
+    return array[tuple(map(slice, shape))]
+
+
+def _store(array: Array, slots: Array, values: Array) -> Array:
+    return array.at[(slots, *map(slice, values.shape[1:]))].set(values, mode="drop")

@@ -1,0 +1,109 @@
+"""Streams under asyncio: several at a time, left early, dropped, abandoned."""
+
+import asyncio
+import gc
+
+import pytest
+
+from mla_attn.engine import SamplingParams
+from traffic import KINDS, collect, serve, small_engine
+
+
+def test_streams(engine, caplog):
+    """Several at a time, one left early; the engine is driven by whoever waits."""
+    params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=n, speculation=KINDS[n]) for n in range(3)]
+    wanted = [serve(engine, [4, 2], **vars(p)) for p in params]
+
+    async def read(p, count=None):
+        tokens, stream = [], engine.stream([4, 2], p)
+        async for output in stream:
+            tokens += output.tokens
+            assert (output.finish_reason is not None) == (len(tokens) == 16)
+            if count is not None and len(tokens) >= count:
+                await stream.aclose()
+        return tokens
+
+    async def main():
+        return await asyncio.gather(*(read(p) for p in params), read(params[0], count=4))
+
+    before = engine.statistics.cancelled
+    for _ in range(2):  # another event loop each time
+        *whole, part = asyncio.run(main())
+        assert whole == wanted
+        assert part == wanted[0][: len(part)]
+    collect(engine.run())
+    assert engine.statistics.cancelled == before + 2
+    assert not caplog.records  # of a callback into a loop that is gone
+
+
+def test_a_stream_raises_what_the_step_raises(monkeypatch):
+    engine = small_engine()
+
+    def broken():
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(engine, "step", broken)
+
+    async def main():
+        async for _ in engine.stream([1], SamplingParams(max_new_tokens=4)):
+            pass
+
+    with pytest.raises(OSError, match="the device is gone"):
+        asyncio.run(main())
+
+
+def test_streams_that_fail_at_the_call(engine):
+    async def main():
+        with pytest.raises(ValueError, match="prompt is empty"):
+            engine.stream([])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["dropped", "closed"])
+def test_a_stream_left_before_it_begins(engine, closed):
+    """Its request has not run, nor will it."""
+
+    async def main():
+        streams = [engine.stream([1], SamplingParams(max_new_tokens=40))]
+        if closed:
+            await streams[0].aclose()
+        else:
+            streams.clear()
+            gc.collect()
+        return streams
+
+    before = engine.statistics
+    streams = asyncio.run(main())
+    assert len(streams) == closed
+    assert [(o.tokens, o.finish_reason) for o in engine.step()] == [([], "cancelled")]
+    assert engine.statistics.prompt_tokens == before.prompt_tokens
+
+
+def test_a_stream_is_not_left_while_somebody_awaits_it(engine):
+    """Nobody else holds it."""
+
+    async def main():
+        return await asyncio.wait_for(anext(engine.stream([1], SamplingParams(max_new_tokens=40))), 60)
+
+    assert len(asyncio.run(main()).tokens) == 1
+    collect(engine.run())
+
+
+def test_a_stream_abandoned_by_its_task(engine):
+    """The consumer is cancelled while it waits: nothing is left but the request, which the next step ends."""
+
+    async def main():
+        async def read():
+            async for _ in engine.stream([1], SamplingParams(max_new_tokens=40)):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+        return [t.get_coro().__qualname__ for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+    assert set(asyncio.run(main())) <= {"_drive"}
+    collect(engine.run())
