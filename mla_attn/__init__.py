@@ -9,6 +9,7 @@ the jitted entry point of each serving mode, ``mla_attn.buckets`` compiles whole
 from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
 from mla_attn.metadata import (
     AttentionMetadata,
+    RaggedMetadata,
     check_metadata,
     for_decode,
     for_draft_decode,
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionMetadata",
     "LatentPool",
     "MLASpec",
+    "RaggedMetadata",
     "check_metadata",
     "for_decode",
     "for_draft_decode",

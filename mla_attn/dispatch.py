@@ -1,31 +1,28 @@
-"""Which implementation serves a call.
+"""Which implementation computes a call, and how it is run.
 
-Every op has an ordered tuple of implementations that ends in ``xla`` (serves all there is) and ``reference`` (only when
-named). Each has one predicate, ``supports(call) -> str | None``: a reason for refusing, or nothing. The dispatcher, the
-error a user sees, the tests that expect a refusal and ``mla-attn supports`` all read that one predicate.
+Every op has an ordered tuple of implementations that ends in ``xla`` (supports nearly every call) and ``reference``
+(only when named). Each has one predicate, ``supports(call, device) -> str | None``: a reason for refusing, or nothing.
+The dispatcher, the error a user sees, the tests that expect a refusal and ``mla-attn supports`` all read that one
+predicate.
 """
 
 import contextlib
-import contextvars
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+
+from mla_attn.varying import vary_together
 
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
 ENVIRONMENT_VARIABLE = "MLA_ATTN_IMPLEMENTATION"
 
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """One way to compute an op. ``plan`` makes what all layers of a step share, where there is such a thing."""
-
-    name: str
-    supports: Callable[[Any], str | None]
-    run: Callable[..., Any]
-    plan: Callable[..., Any] | None = None
+# What the argument ``implementation`` of an op may be: a name, names in the order in which to try them, or None.
+Order = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +39,34 @@ class Device:
     compute_capability: str | None = None
     cores: int = 1
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What an implementation's ``supports`` asks of it."""
-        return {"platform": self.platform, "compute_capability": self.compute_capability}
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+        name: one of ``NAMES``.
+        supports: reason for refusing a call on a device, or None.
+        run: computes the op; takes its arrays by position and its static arguments by keyword.
+        plan: makes what all layers of a step share, where there is such a thing.
+        derivative: "own" where JAX differentiates ``run``, in either mode and inside ``jit``; "reference" where that of
+            the op's reference stands in; None where there is none.
+    """
+
+    name: str
+    supports: Callable[[Any, Device], str | None]
+    run: Callable[..., Any]
+    plan: Callable[..., Any] | None = None
+    derivative: Literal["own", "reference"] | None = None
 
 
-H200 = Device("gpu", "9.0", 132)
-_TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
+# A part of the key of every cache of ``jax.jit``: no program made for one device is taken for another.
+_target = jax.make_user_context(default_value=None)
 
 
 def current_device() -> Device:
     """The default backend's first device, unless ``compiling_for`` says otherwise."""
-    if (target := _TARGET.get()) is not None:
+    if (target := _target.value) is not None:
         return target
     device = jax.devices()[0]
     capability, cores = (getattr(device, name, None) for name in ("compute_capability", "core_count"))
@@ -63,60 +75,117 @@ def current_device() -> Device:
 
 @contextlib.contextmanager
 def compiling_for(device: Device) -> Iterator[None]:
-    """Choices inside are made for ``device``: for lowering and compiling ahead of time where it is not.
-
-    The caches of ``jax.jit`` do not know of it: trace a function for one device only.
-    """
-    token = _TARGET.set(device)
-    try:
+    """Choices inside are made for ``device``: for lowering and compiling ahead of time where it is not."""
+    with _target(device):
         yield
-    finally:
-        _TARGET.reset(token)
 
 
-def choose(op: str, call: Any, implementations: tuple[Implementation, ...], name: str | None) -> Implementation:
-    """The first implementation that serves ``call``, or the named one.
+def requested(implementation: Order) -> tuple[str, ...] | None:
+    """The names to try, in order: the argument's, else those of ``MLA_ATTN_IMPLEMENTATION``, else None.
+
+    The environment variable holds a name, or several with commas between them. It is read at every call.
+
+    Raises:
+        ValueError: a name that does not exist, or no name.
+    """
+    if implementation is None:
+        source, value = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or None
+        names = None if value is None else tuple(name.strip() for name in value.split(","))
+    else:
+        source, value = "implementation", implementation
+        names = value if isinstance(value, tuple) else (value,)
+    if names is not None and (not names or not all(name in NAMES for name in names)):
+        raise ValueError(f"{source}={value!r} must be one of {', '.join(NAMES)}, or several in order")
+    return names
+
+
+def choose(op: str, call: Any, implementations: tuple[Implementation, ...], implementation: Order) -> Implementation:
+    """The first implementation that supports ``call`` on the current device.
 
     Args:
         op: the op's name, for messages.
         call: static facts of the call, whatever the op's predicates take.
         implementations: in order of preference; "reference" is never taken unless named.
-        name: None, or one of ``NAMES``. The environment variable ``MLA_ATTN_IMPLEMENTATION`` stands in for None; it is
-            read at every call.
+        implementation: of the caller, as ``requested`` takes it: a name never falls back, names in that order alone.
 
     Raises:
         ValueError: a name that does not exist.
-        NotImplementedError: the named implementation, or every one, refuses; with the reasons.
+        NotImplementedError: none of those asked for supports the call; with the reasons.
     """
-    source = "implementation"
-    if name is None:
-        source, name = ENVIRONMENT_VARIABLE, named_by_environment()
-    elif name not in NAMES:
-        raise ValueError(f"{source}={name!r} must be one of {', '.join(NAMES)}")
-    if name is None:
-        candidates = [i for i in implementations if i.name != "reference"]
-    else:
-        candidates = [i for i in implementations if i.name == name]
-        if not candidates:
+    names = requested(implementation)
+    found = {i.name: i for i in implementations}
+    if names is None:
+        names = tuple(name for name in found if name != "reference")
+    reasons, device = [], current_device()
+    for name in names:
+        if name not in found:
+            reasons.append(f"{op} has no {name!r} implementation, only {', '.join(found)}")
+        elif (reason := found[name].supports(call, device)) is None:
+            return found[name]
+        else:
+            reasons.append(f"{name}: {reason}")
+    raise NotImplementedError(f"{op} is not supported here: {'; '.join(reasons)}")
+
+
+def compute(op: str, chosen: Implementation, implementations: tuple[Implementation, ...], arrays: tuple, **static: Any):
+    """Run the chosen implementation: compiled once for its shapes and static arguments, also outside of ``jax.jit``.
+
+    Raises:
+        NotImplementedError: arrays sharded over explicit mesh axes; when it is differentiated, one without derivative.
+    """
+    for leaf in jax.tree.leaves(arrays):
+        if any(axes is not None for axes in getattr(jax.typeof(leaf).sharding, "spec", ())):
             raise NotImplementedError(
-                f"{op} has no {name!r} implementation; {source} may be {_listed(implementations)}"
+                f"{op} does not divide arrays over mesh axes of type Explicit: call it inside jax.shard_map"
             )
-    reasons = []
-    for candidate in candidates:
-        reason = candidate.supports(call)
-        if reason is None:
-            return candidate
-        reasons.append(f"{candidate.name}: {reason}")
-    raise NotImplementedError(f"{op} is not served here: {'; '.join(reasons)}")
+    (reference,) = (i for i in implementations if i.name == "reference")
+    return _compute(arrays, op=op, chosen=chosen, reference=reference, static=tuple(sorted(static.items())))
 
 
-def named_by_environment() -> str | None:
-    """What ``MLA_ATTN_IMPLEMENTATION`` asks for, if anything; ValueError for a name that does not exist."""
-    name = os.environ.get(ENVIRONMENT_VARIABLE) or None
-    if name is not None and name not in NAMES:
-        raise ValueError(f"{ENVIRONMENT_VARIABLE}={name!r} must be one of {', '.join(NAMES)}")
-    return name
+@functools.partial(jax.jit, static_argnames=("op", "chosen", "reference", "static"), inline=True)
+def _compute(arrays, *, op: str, chosen: Implementation, reference: Implementation, static: tuple):
+    run = functools.partial(chosen.run, **dict(static))
+    with jax.named_scope(f"{op}_{chosen.name}"):
+        arrays = vary_together(arrays)
+        if chosen.derivative == "own":
+            return run(*arrays)
+        if chosen.derivative == "reference":
+            return _with_derivative(run, functools.partial(reference.run, **dict(static)), arrays)
+        return run(*_without_derivative(op, chosen.name, arrays))
 
 
-def _listed(implementations: tuple[Implementation, ...]) -> str:
-    return ", ".join(i.name for i in implementations)
+def _with_derivative(run, differentiated, arrays):
+    """``run(*arrays)``, with the derivative of another function."""
+    leaves, structure = jax.tree.flatten(arrays)
+    # XLA (jaxlib 0.11.2, CPU) crashes where shard_map passes an empty array to what custom_jvp calls.
+    empty = [jax.ShapeDtypeStruct(x.shape, x.dtype) if x.size == 0 else None for x in leaves]
+
+    def on_leaves(function):
+        def call(*some):
+            rest = iter(some)
+            all_leaves = [next(rest) if x is None else jnp.zeros(x.shape, x.dtype) for x in empty]
+            return function(*jax.tree.unflatten(structure, all_leaves))
+
+        return call
+
+    function = jax.custom_jvp(on_leaves(run))
+
+    @function.defjvp
+    def _(primals, tangents):
+        return function(*primals), jax.jvp(on_leaves(differentiated), primals, tangents)[1]
+
+    return function(*(x for x in leaves if x.size))
+
+
+def _without_derivative(op: str, name: str, arrays):
+    """The arrays, through an identity that cannot be differentiated: a kernel's references cannot be in custom_jvp."""
+
+    @jax.custom_jvp
+    def identity(x):
+        return x
+
+    @identity.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(f"{op} has no derivative by {name}: use implementation='xla' or 'reference'")
+
+    return jax.tree.map(lambda x: identity(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)

@@ -1,102 +1,113 @@
 """What each implementation says of a call, and of a list of them: the table in README and ``mla-attn supports``."""
 
-import jax.numpy as jnp
+from typing import Any
 
-from mla_attn.dispatch import H200
-from mla_attn.ops import mla, ragged
+import jax
+
+from mla_attn.cache import LatentPool
+from mla_attn.checks import check_dtype, check_integer
+from mla_attn.dispatch import Device, Implementation, current_device
+from mla_attn.ops import grouped_matmul, mla, ragged
 from mla_attn.specs import MLASpec
 
-_SPEC = {"num_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": 0.1}
+CPU, A100, H200 = Device("cpu"), Device("gpu", "8.0", 108), Device("gpu", "9.0", 132)
+_DEEPSEEK = {"num_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": 0.1}
 
 
-def _mla_call(
-    *,
-    page_size=64,
-    dtype=jnp.bfloat16,
-    max_q_len=1,
-    causal=True,
-    tree=False,
-    batch_invariant=False,
-    platform="cpu",
-    compute_capability=None,
-    **spec,
-):
-    return mla.MLACall(
-        spec=MLASpec(**{**_SPEC, **spec}),
-        page_size=page_size,
-        dtype=jnp.dtype(dtype),
-        max_q_len=max_q_len,
-        causal=causal,
-        tree=tree,
-        batch_invariant=batch_invariant,
-        platform=platform,
-        compute_capability=compute_capability,
+def _mla_call(*, page_size=64, dtype="bfloat16", max_q_len=1, causal=True, tree=False, batch_invariant=False, **spec):
+    spec, dtype = MLASpec(**{**_DEEPSEEK, **spec}), check_dtype("dtype", dtype)
+    pool = jax.eval_shape(
+        lambda: LatentPool.create(num_layers=1, num_pages=1, page_size=page_size, spec=spec, dtype=dtype)
     )
+    return mla.MLACall.of(pool, spec, max_q_len=max_q_len, causal=causal, tree=tree, batch_invariant=batch_invariant)
 
 
-def _on_h200(**facts):
-    return _mla_call(**H200.facts, **facts)
+def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128, dtype="bfloat16"):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v_dim}
+    for name, value in sizes.items():
+        check_integer(name, value, 1)
+    shapes = ((1, heads, qk_dim), (1, kv_heads, qk_dim), (1, kv_heads, v_dim))
+    return ragged.RaggedCall.of(*(_array("dtype", dtype, shape) for shape in shapes))
 
 
-def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128):
-    return ragged.RaggedCall(heads=heads, kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v_dim)
+def _grouped_call(*, depth=7168, width=2048, dtype="bfloat16"):
+    for name, value in (("depth", depth), ("width", width)):
+        check_integer(name, value, 1)
+    return grouped_matmul.GroupedCall.of(_array("dtype", dtype, (1, depth, width)))
 
 
-CALLS = {
+def _array(name, dtype, shape):
+    return jax.ShapeDtypeStruct(shape, check_dtype(name, dtype))
+
+
+_MAKE = {"mla_attention": _mla_call, "ragged_attention": _ragged_call, "grouped_matmul": _grouped_call}
+
+IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
+    "mla_attention": mla.IMPLEMENTATIONS,
+    "ragged_attention": ragged.IMPLEMENTATIONS,
+    "grouped_matmul": grouped_matmul.IMPLEMENTATIONS,
+}
+
+# The device and the facts of each named call; the facts are as ``supports`` takes them.
+CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     "mla_attention": {
-        "CPU: decode": _mla_call(),
-        "CPU: batch_invariant=True": _mla_call(batch_invariant=True),
-        "A100: decode": _mla_call(platform="gpu", compute_capability="8.0"),
-        "A100: batch_invariant=True": _mla_call(platform="gpu", compute_capability="8.0", batch_invariant=True),
-        "H200: decode": _on_h200(),
-        "H200: decode, float32": _on_h200(dtype=jnp.float32),
-        "H200: verify, draft-extend, absorbed extend, mixed": _on_h200(max_q_len=4),
-        "H200: 16 heads": _on_h200(num_heads=16),
-        "H200: 20 heads": _on_h200(num_heads=20),
-        "H200: page size 1": _on_h200(page_size=1),
-        "H200: page size 16": _on_h200(page_size=16),
-        "H200: page size 544": _on_h200(page_size=544),
-        "H200: latent 256 + 64": _on_h200(kv_lora_rank=256),
-        "H200: latent 512 + 0": _on_h200(qk_rope_head_dim=0),
-        "H200: latent 128 + 64": _on_h200(kv_lora_rank=128),
-        "H200: causal=False": _on_h200(max_q_len=4, causal=False),
-        "H200: sliding window": _on_h200(window=128),
-        "H200: soft cap": _on_h200(soft_cap=30.0),
-        "H200: tree_mask": _on_h200(max_q_len=4, tree=True),
-        "H200: tree_mask with a window": _on_h200(max_q_len=4, tree=True, window=128),
-        "H200: batch_invariant=True": _on_h200(batch_invariant=True),
+        "CPU: decode": (CPU, {}),
+        "CPU: batch_invariant=True": (CPU, {"batch_invariant": True}),
+        "A100: decode": (A100, {}),
+        "A100: batch_invariant=True": (A100, {"batch_invariant": True}),
+        "H200: decode": (H200, {}),
+        "H200: decode, float32": (H200, {"dtype": "float32"}),
+        "H200: verify, draft-extend, absorbed extend, mixed": (H200, {"max_q_len": 4}),
+        "H200: 16 heads": (H200, {"num_heads": 16}),
+        "H200: 20 heads": (H200, {"num_heads": 20}),
+        "H200: page size 1": (H200, {"page_size": 1}),
+        "H200: page size 16": (H200, {"page_size": 16}),
+        "H200: page size 544": (H200, {"page_size": 544}),
+        "H200: latent 256 + 64": (H200, {"kv_lora_rank": 256}),
+        "H200: latent 512 + 0": (H200, {"qk_rope_head_dim": 0}),
+        "H200: latent 128 + 64": (H200, {"kv_lora_rank": 128}),
+        "H200: causal=False": (H200, {"max_q_len": 4, "causal": False}),
+        "H200: sliding window": (H200, {"window": 128}),
+        "H200: soft cap": (H200, {"soft_cap": 30.0}),
+        "H200: tree_mask": (H200, {"max_q_len": 4, "tree": True}),
+        "H200: tree_mask with a window": (H200, {"max_q_len": 4, "tree": True, "window": 128}),
+        "H200: batch_invariant=True": (H200, {"batch_invariant": True}),
     },
     "ragged_attention": {
-        "128 heads, 192/128": _ragged_call(),
-        "32 heads over 8, 128/128": _ragged_call(heads=32, kv_heads=8, qk_dim=128),
+        "H200: 128 heads, 192/128": (H200, {}),
+        "H200: 32 heads over 8, 128/128": (H200, {"heads": 32, "kv_heads": 8, "qk_dim": 128}),
+    },
+    "grouped_matmul": {
+        "CPU: 7168 x 2048": (CPU, {}),
+        "H200: 7168 x 2048": (H200, {}),
+        "H200: 7168 x 2048, float32": (H200, {"dtype": "float32"}),
+        "H200: 1000 x 2048": (H200, {"depth": 1000}),
     },
 }
 
-IMPLEMENTATIONS = {"mla_attention": mla.IMPLEMENTATIONS, "ragged_attention": ragged.IMPLEMENTATIONS}
 
-
-def supports(op: str, **facts) -> dict[str, str | None]:
-    """Which implementations serve a call, by name: None, or the reason for a refusal, which the op would raise.
+def supports(
+    op: str, *, platform: str | None = None, compute_capability: str | None = None, **facts
+) -> dict[str, str | None]:
+    """Which implementations support a call, by name: None, or the reason for a refusal, which the op would raise.
 
     Args:
-        op: "mla_attention" or "ragged_attention".
-        facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes on
-            a CPU): ``page_size``, ``dtype`` of the pool, ``max_q_len``, ``causal``, ``tree`` (whether there is a
-            ``tree_mask``), ``batch_invariant``, ``platform``, ``compute_capability`` of a GPU ("9.0" for Hopper), and
-            the fields of ``MLASpec``. For ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``,
-            ``qk_dim``, ``v_dim``.
+        op: "mla_attention", "ragged_attention" or "grouped_matmul".
+        platform: "cpu", "gpu" or "tpu"; where neither this nor ``compute_capability`` is given, the current device
+            answers.
+        compute_capability: of an NVIDIA GPU, "9.0" for Hopper.
+        facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
+            ``page_size``, ``dtype`` of the pool, ``max_q_len``, ``causal``, ``tree`` (whether there is a
+            ``tree_mask``), ``batch_invariant``, and the fields of ``MLASpec``. For ``ragged_attention`` (DeepSeek's
+            prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``, ``dtype``. For ``grouped_matmul`` (DeepSeek's
+            experts): ``depth``, ``width``, ``dtype``.
 
     Raises:
-        ValueError: an op or a fact that does not exist, or a value that no call may have.
+        ValueError: an op, a platform or a fact that does not exist, or a value that no call may have.
     """
-    make = {"mla_attention": _mla_call, "ragged_attention": _ragged_call}.get(op)
-    if make is None:
-        raise ValueError(f"op={op!r} must be one of {', '.join(IMPLEMENTATIONS)}")
-    try:
-        call = make(**facts)
-    except TypeError as error:
-        raise ValueError(f"facts of {op}: {error}") from None
-    return {i.name: i.supports(call) for i in IMPLEMENTATIONS[op]}
+    if op not in _MAKE:
+        raise ValueError(f"op={op!r} must be one of {', '.join(_MAKE)}")
+    return _answers(op, _device(platform, compute_capability), facts)
 
 
 def support_table() -> str:
@@ -104,8 +115,25 @@ def support_table() -> str:
     names = list(dict.fromkeys(i.name for group in IMPLEMENTATIONS.values() for i in group))
     rows = [["op", "call", *names], ["---"] * (2 + len(names))]
     for op, calls in CALLS.items():
-        found = {i.name: i for i in IMPLEMENTATIONS[op]}
-        for label, call in calls.items():
-            cells = [(found[n].supports(call) or "yes") if n in found else "-" for n in names]
+        for label, (device, facts) in calls.items():
+            answers = _answers(op, device, facts)
+            cells = [(answers[name] or "yes") if name in answers else "-" for name in names]
             rows.append([f"`{op}`", label, *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _device(platform: str | None, compute_capability: str | None) -> Device:
+    if platform is None and compute_capability is None:
+        return current_device()
+    platform = "gpu" if platform is None else platform
+    if platform not in ("cpu", "gpu", "tpu"):
+        raise ValueError(f"platform={platform!r} must be cpu, gpu or tpu")
+    return Device(platform, compute_capability)
+
+
+def _answers(op: str, device: Device, facts: dict[str, Any]) -> dict[str, str | None]:
+    try:
+        call = _MAKE[op](**facts)
+    except TypeError as error:
+        raise ValueError(f"facts of {op}: {error}") from None
+    return {i.name: i.supports(call, device) for i in IMPLEMENTATIONS[op]}

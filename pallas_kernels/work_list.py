@@ -40,7 +40,6 @@ class Plan:
         lanes: groups that the device runs at a time.
         max_tiles: tiles of the page table.
         combine_all: every group goes through the combine, also one that is not split.
-        streams: the list is for ``mla_stream``, otherwise for ``mla_decode``; it is the same list.
         invariant: pieces are cut at multiples of ``INVARIANT_TILES`` and nothing else.
     """
 
@@ -50,7 +49,6 @@ class Plan:
     group_rows: int
     lanes: int
     max_tiles: int
-    streams: bool = False
     combine_all: bool = False
     invariant: bool = False
 

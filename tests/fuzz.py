@@ -11,6 +11,7 @@ pages, masks and data. One compilation serves all draws of a class. A failure pr
 import argparse
 import collections
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
@@ -28,7 +29,6 @@ from tqdm import tqdm
 import helpers
 from mla_attn.dispatch import current_device
 from mla_attn.ops import mla, mla_attention
-from mla_attn.specs import MLASpec
 
 DRAWS = 25
 POISONS = (np.nan, np.inf, -np.inf, 3e38)
@@ -83,24 +83,22 @@ class Case:
             batch_invariant=bool(rng.random() < 0.2),
         )
 
-    @property
-    def spec(self) -> MLASpec:
-        return helpers.poisoned_batch(0, **self.sizes(), kv_lens=[0], q_lens=[0], num_pages=1).spec
+    @functools.cached_property
+    def smallest(self) -> helpers.PagedBatch:
+        """A batch of this class without keys: its spec and pool are those of any draw, but for the pages."""
+        return helpers.poisoned_batch(0, **self.sizes(), kv_lens=[0], q_lens=[0], num_pages=1)
 
     def refusal(self, implementation: mla.Implementation) -> str | None:
-        """Why an implementation does not serve this class; None if it does."""
-        return implementation.supports(
-            mla.MLACall(
-                spec=self.spec,
-                page_size=self.page_size,
-                dtype=jnp.dtype(self.dtype),
-                max_q_len=self.max_q_len,
-                causal=self.causal,
-                tree=self.tree_columns is not None,
-                batch_invariant=self.batch_invariant,
-                **current_device().facts,
-            )
+        """Why an implementation does not support this class; None if it does."""
+        call = mla.MLACall.of(
+            self.smallest.pool,
+            self.smallest.spec,
+            max_q_len=self.max_q_len,
+            causal=self.causal,
+            tree=self.tree_columns is not None,
+            batch_invariant=self.batch_invariant,
         )
+        return implementation.supports(call, current_device())
 
     def sizes(self) -> dict:
         return {
@@ -147,7 +145,7 @@ class Case:
 
 def compiled(case: Case, implementation: str):
     """The op for one class: one compilation for all its draws."""
-    spec = case.spec
+    spec = case.smallest.spec
 
     @jax.jit
     def run(q_latent, q_rope, pool, metadata, layer, tree_mask):

@@ -1,14 +1,14 @@
 """Which implementation serves a call: order, names, the environment variable, and what errors say."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import helpers
 from mla_attn.dispatch import (
     ENVIRONMENT_VARIABLE,
-    H200,
     NAMES,
     Device,
     Implementation,
@@ -16,12 +16,14 @@ from mla_attn.dispatch import (
     compiling_for,
     current_device,
 )
+from mla_attn.metadata import RaggedMetadata
 from mla_attn.ops import mla, mla_attention, ragged_attention
-from mla_attn.specs import MLASpec
+from mla_attn.ops.grouped_matmul import grouped_matmul
+from mla_attn.support import H200, supports
 
 
 def refusing(reason):
-    return lambda call: reason if call == "hard" else None
+    return lambda call, device: reason if call == "hard" else None
 
 
 FAST = Implementation("mosaic_gpu", refusing("only easy calls"), lambda: "fast")
@@ -42,7 +44,7 @@ def test_the_first_that_serves():
 
 def test_a_named_one_never_falls_back():
     assert choose("op", "easy", ALL, "xla") is XLA
-    with pytest.raises(NotImplementedError, match="op is not served here: mosaic_gpu: only easy calls"):
+    with pytest.raises(NotImplementedError, match="op is not supported here: mosaic_gpu: only easy calls"):
         choose("op", "hard", ALL, "mosaic_gpu")
 
 
@@ -65,7 +67,7 @@ def test_unknown_names(name):
 
 
 def test_a_name_that_exists_but_not_for_this_op():
-    with pytest.raises(NotImplementedError, match=r"op has no 'triton' implementation; .*mosaic_gpu, xla, reference"):
+    with pytest.raises(NotImplementedError, match="op has no 'triton' implementation, only mosaic_gpu, xla, reference"):
         choose("op", "easy", ALL, "triton")
 
 
@@ -84,39 +86,70 @@ def test_the_environment_is_read_at_every_call(monkeypatch):
         choose("op", "hard", ALL, None)
 
 
+def test_an_order_of_the_callers_own(monkeypatch):
+    """Names are tried in their order and no others; an op passes over one that it does not have."""
+    assert choose("op", "hard", ALL, ("mosaic_gpu", "reference")) is REFERENCE
+    assert choose("op", "easy", ALL, ("reference", "mosaic_gpu")) is REFERENCE
+    assert choose("op", "easy", ALL, ("triton", "xla")) is XLA
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: only easy calls; op has no 'triton' implementation"):
+        choose("op", "hard", ALL, ("mosaic_gpu", "triton"))
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "mosaic_gpu, reference")
+    assert choose("op", "hard", ALL, None) is REFERENCE
+
+
+@pytest.mark.parametrize("wrong", [(), ("xla", "cuda"), ("xla", 3), 3, ["xla"]])
+def test_an_order_that_is_none(wrong, unchecked):
+    with pytest.raises(ValueError, match=r"implementation=.* must be one of mosaic_gpu, .* or several in order"):
+        choose("op", "easy", ALL, wrong)
+
+
+def test_predicates_are_told_the_device():
+    def on_gpus(call, device):
+        return None if device.platform == "gpu" else f"{device.platform}: needs a GPU"
+
+    only = (Implementation("mosaic_gpu", on_gpus, lambda: None), XLA)
+    with compiling_for(H200):
+        assert choose("op", "easy", only, None).name == "mosaic_gpu"
+    with compiling_for(Device("tpu")):
+        assert choose("op", "easy", only, None) is XLA
+
+
 @pytest.fixture
 def batch():
     return helpers.poisoned_batch(0, kv_lens=[5], q_lens=[1])
 
 
 def test_the_ops_ask_the_dispatcher(monkeypatch, batch):
-    """Both ops run what the environment names; the choice shows in the name scope of the program."""
+    """They run what the argument or, as it is at the call, the environment names; also what was compiled before."""
     args = (batch.q_latent, batch.q_rope, batch.pool, batch.metadata, batch.spec)
-    ran = []
-    spies = tuple(Implementation(i.name, i.supports, spy(i, ran)) for i in mla.IMPLEMENTATIONS)
+    spies = tuple(dataclasses.replace(i, run=spy(NAMES.index(i.name))) for i in mla.IMPLEMENTATIONS)
     monkeypatch.setattr(mla, "IMPLEMENTATIONS", spies)
-    mla_attention(*args)
+
+    def ran(**options):
+        return NAMES[int(mla_attention(*args, **options)[0, 0, 0])]
+
+    assert ran() == "xla"
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
-    mla_attention(*args)
-    mla_attention(*args, implementation="xla")
-    assert ran == ["xla", "reference", "xla"]
+    assert ran() == "reference"
+    assert ran(implementation="xla") == ran(implementation=("triton", "xla")) == "xla"
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE)
+    assert ran() == "xla"
+    one, ones = jnp.zeros((1, 1, 1)), jnp.ones(1, jnp.int32)
+    rows = RaggedMetadata(q_starts=0 * ones, q_lens=ones, kv_starts=0 * ones, kv_lens=ones, max_q_len=1, max_kv_len=1)
     for op in (
         lambda name: mla_attention(*args, implementation=name),
-        lambda name: ragged_attention(
-            *(jnp.zeros((1, 1, 1)),) * 3, q_starts=jnp.zeros(1, int), q_lens=jnp.ones(1, int), scale=1.0, max_q_len=1,
-            kv_starts=jnp.zeros(1, int), kv_lens=jnp.ones(1, int), max_kv_len=1, implementation=name,
-        ),
-    ):  # fmt: skip
+        lambda name: ragged_attention(one, one, one, rows, scale=1.0, implementation=name),
+        lambda name: grouped_matmul(one[0], one, ones, implementation=name),
+    ):
         with pytest.raises(ValueError, match="implementation='cuda' must be one of"):
             op("cuda")
         with pytest.raises(NotImplementedError, match="no 'triton' implementation"):
             op("triton")
 
 
-def spy(implementation, ran):
+def spy(number):
     def run(q_latent, *args, **options):
-        ran.append(implementation.name)
-        return jnp.zeros(q_latent.shape), jnp.zeros(q_latent.shape[:2])
+        return jnp.full(q_latent.shape, number, jnp.float32), jnp.zeros(q_latent.shape[:2])
 
     return run
 
@@ -126,16 +159,7 @@ def spy(implementation, ran):
     [("cpu", None, ["xla"]), ("gpu", "9.0", ["mosaic_gpu"]), ("gpu", "8.0", []), ("gpu", None, []), ("tpu", None, [])],
 )
 def test_who_promises_batch_invariance(platform, capability, who):
-    call = mla.MLACall(
-        spec=MLASpec(num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, scale=0.1),
-        page_size=64,
-        dtype=np.dtype(jnp.bfloat16),
-        max_q_len=1,
-        batch_invariant=True,
-        platform=platform,
-        compute_capability=capability,
-    )
-    reasons = {i.name: i.supports(call) for i in mla.IMPLEMENTATIONS}
+    reasons = supports("mla_attention", platform=platform, compute_capability=capability, batch_invariant=True)
     assert [name for name, reason in reasons.items() if reason is None] == who
     assert "batch_invariant" in reasons["reference"]
     assert reasons["xla"] is None or platform in reasons["xla"]

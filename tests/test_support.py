@@ -4,7 +4,8 @@ import pathlib
 
 import pytest
 
-from mla_attn.support import CALLS, IMPLEMENTATIONS, support_table, supports
+from mla_attn.dispatch import compiling_for
+from mla_attn.support import CALLS, H200, IMPLEMENTATIONS, support_table, supports
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -19,20 +20,25 @@ def test_readme_holds_the_support_table():
 @pytest.mark.parametrize("op", CALLS)
 def test_the_table_asks_every_implementation(op):
     rows = [line.strip("| ").split(" | ") for line in support_table().splitlines()]
-    for label, call in CALLS[op].items():
+    for label, (device, facts) in CALLS[op].items():
         answers = dict(zip(rows[0], next(row for row in rows if row[:2] == [f"`{op}`", label]), strict=True))
-        for implementation in IMPLEMENTATIONS[op]:
-            assert answers[implementation.name] == (implementation.supports(call) or "yes")
+        told = supports(op, platform=device.platform, compute_capability=device.compute_capability, **facts)
+        assert list(told) == [i.name for i in IMPLEMENTATIONS[op]]
+        assert all(answers[name] == (reason or "yes") for name, reason in told.items())
 
 
 def test_supports_answers_for_any_call():
     answers = supports("mla_attention", num_heads=20, page_size=48, batch_invariant=True, platform="gpu")
     assert "batch_invariant" in answers["xla"]
     assert supports("mla_attention", num_heads=20)["xla"] is None
+    with compiling_for(H200):  # the current device, unless told otherwise
+        assert supports("mla_attention", num_heads=20)["mosaic_gpu"] is None
+        assert supports("mla_attention", platform="cpu")["mosaic_gpu"] is not None
+    assert supports("mla_attention", compute_capability="9.0")["mosaic_gpu"] is None
     hopper = {"platform": "gpu", "compute_capability": "9.0"}
     assert supports("mla_attention", num_heads=20, page_size=48, **hopper)["mosaic_gpu"] is None
     for facts, reason in (
-        ({}, "cpu"),
+        ({"platform": "cpu"}, "cpu"),
         ({**hopper, "compute_capability": "10.0"}, "compute capability 10.0"),
         ({**hopper, "dtype": "float32"}, "float32"),
         ({**hopper, "kv_lora_rank": 384}, "384 + 64"),
@@ -41,6 +47,11 @@ def test_supports_answers_for_any_call():
         ({**hopper, "scale": 1e-4}, "scale=0.0001"),
     ):
         assert reason in supports("mla_attention", **facts)["mosaic_gpu"]
+    for op, facts, reason in (
+        ("grouped_matmul", {"depth": 1000}, "weights of 1000 x 2048: both must be multiples of 64"),
+        ("grouped_matmul", {"dtype": "float32"}, "float32 rows and weights: must be bfloat16"),
+    ):
+        assert supports(op, **hopper, **facts) == {"mosaic_gpu": reason, "xla": None, "reference": None}
     with pytest.raises(ValueError, match="must be one of"):
         supports("gqa_attention")
     with pytest.raises(ValueError, match="colour"):

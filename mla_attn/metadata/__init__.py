@@ -9,11 +9,13 @@ from mla_attn.metadata.builders import (
     for_target_verify,
 )
 from mla_attn.metadata.check import check_metadata
+from mla_attn.metadata.ragged import RaggedMetadata
 from mla_attn.metadata.structure import AttentionMetadata, row_owners
 from mla_attn.metadata.tables import page_table_from_tokens
 
 __all__ = [
     "AttentionMetadata",
+    "RaggedMetadata",
     "check_metadata",
     "for_decode",
     "for_draft_decode",

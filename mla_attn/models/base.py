@@ -10,11 +10,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool
-from mla_attn.dispatch import choose, current_device
+from mla_attn.dispatch import choose
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops import mla
 from mla_attn.specs import MLASpec
@@ -60,8 +61,8 @@ class CacheGroup:
             ValueError: an implementation that does not exist.
             NotImplementedError: it does not support such calls on this device, with the reason.
         """
-        call = mla.MLACall(spec=self.spec, page_size=page_size, dtype=self.dtype, max_q_len=1, **current_device().facts)
-        choose("mla_attention", call, mla.IMPLEMENTATIONS, implementation)
+        pool = jax.eval_shape(lambda: self.create_pool(num_pages=1, page_size=page_size))
+        choose("mla_attention", mla.MLACall.of(pool, self.spec), mla.IMPLEMENTATIONS, implementation)
 
 
 def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:

@@ -48,9 +48,9 @@ class Step:
 
     @property
     def entry_point(self):
-        """The function of ``mla_attn.steps``. An absorbed prompt takes the one with the same metadata as ``extend``."""
+        """The function of ``mla_attn.steps``."""
         absorbed_prompt = self.form == "absorbed" and self.mode in PROMPT_MODES
-        return getattr(steps, "draft_extend" if absorbed_prompt else self.mode)
+        return getattr(steps, "absorbed_extend" if absorbed_prompt else self.mode)
 
 
 class DeepseekForCausalLM(nnx.Module):

@@ -1,7 +1,12 @@
-"""Checks that the paged ops share."""
+"""Checks that the paged ops share, when traced."""
+
+import jax.numpy as jnp
+
+from mla_attn.checks import check_array, check_integer, check_shape, check_type
 
 
 def check_pool(pool, spec, metadata) -> None:
+    """The pool has rows of the spec's widths, in pages of the size that the metadata was built with."""
     pool.check()
     if metadata.page_size not in (None, pool.page_size):
         raise ValueError(
@@ -11,4 +16,34 @@ def check_pool(pool, spec, metadata) -> None:
         raise ValueError(
             f"pool stores {pool.kv_lora_rank} latent + {pool.rope_dim} rope channels per token, "
             f"but spec has {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+        )
+
+
+def check_paged_metadata(metadata) -> None:
+    """Shapes, dtypes and static fields of ``AttentionMetadata``, which may have been made by hand."""
+    batch = metadata.q_lens.shape[0]
+    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets"):
+        check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")
+    check_array("metadata.page_table", metadata.page_table)
+    check_shape("metadata.page_table", metadata.page_table, (batch, metadata.page_table.shape[-1]), "[B, W]")
+    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table"):
+        check_type(f"metadata.{name}", getattr(metadata, name), jnp.int32)
+    if metadata.page_table.shape[1] < 1:
+        raise ValueError(f"metadata.page_table has shape {metadata.page_table.shape}: W must be at least 1")
+    for name in ("max_q_len", "kv_stride"):
+        check_integer(f"metadata.{name}", getattr(metadata, name), 1)
+
+
+def check_tree_mask(tree_mask, metadata) -> None:
+    """None, or bool [B, S, M] with B and S of the metadata and M of at least S."""
+    if tree_mask is None:
+        return
+    check_array("tree_mask", tree_mask)
+    if tree_mask.ndim != 3:
+        raise ValueError(f"tree_mask has shape {tree_mask.shape}, must be [B, S, M]")
+    batch, rows = metadata.q_lens.shape[0], metadata.max_q_len
+    if tree_mask.dtype != jnp.bool_ or tree_mask.shape[:2] != (batch, rows) or not tree_mask.shape[2] >= rows:
+        raise ValueError(
+            f"tree_mask is {tree_mask.dtype}{list(tree_mask.shape)}, must be bool [B, S, M] = "
+            f"[{batch}, {rows}, at least {rows}]"
         )

@@ -1,75 +1,79 @@
-"""Rows of each group times the group's own matrix: a kernel on Hopper GPUs, XLA's ``ragged_dot`` everywhere else."""
+"""Rows of each group times the group's own matrix, as in the experts of a layer."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from mla_attn.dispatch import current_device, named_by_environment
-from mla_attn.mosaic_gpu.mla import COMPUTE_CAPABILITY
+from mla_attn.checks import check_array, check_shape, check_type
+from mla_attn.dispatch import Device, Implementation, Order, choose, compute
+from mla_attn.mosaic_gpu import grouped_matmul as mosaic_gpu
+from mla_attn.reference.grouped_matmul import grouped_matmul as reference_grouped
+from mla_attn.xla.grouped_matmul import grouped_matmul as xla_grouped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedCall:
+    """Static facts of a call, which with the device decide the implementation; made by ``GroupedCall.of``.
+
+    Attributes:
+        dtype: of rows and matrices.
+        depth, width: K and N of a matrix.
+    """
+
+    dtype: np.dtype
+    depth: int
+    width: int
+
+    @classmethod
+    def of(cls, weights: Float[Array | jax.ShapeDtypeStruct, "E K N"]) -> "GroupedCall":
+        """The facts of calls with ``weights``, which may be abstract."""
+        return cls(dtype=np.dtype(weights.dtype), depth=weights.shape[1], width=weights.shape[2])
+
+
+def _portable(call: GroupedCall, device: Device) -> str | None:
+    return None
+
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_gpu", mosaic_gpu.supports, mosaic_gpu.grouped_matmul),
+    Implementation("xla", _portable, xla_grouped, derivative="own"),
+    Implementation("reference", _portable, reference_grouped, derivative="own"),
+)
 
 
 def grouped_matmul(
-    rows: Float[Array, "M K"], kernels: Float[Array, "E K N"], sizes: Int32[Array, "E"]
+    rows: Float[Array, "M K"],
+    weights: Float[Array, "E K N"],
+    sizes: Int32[Array, "E"],
+    *,
+    implementation: Order = None,
 ) -> Float32[Array, "M N"]:
-    """Product of each run of ``sizes[e]`` rows with ``kernels[e]``, in float32; zeros for rows after the last run.
-
-    The kernel serves bfloat16 on GPUs of compute capability 9.0, K and N multiples of 64, unless the environment
-    variable ``MLA_ATTN_IMPLEMENTATION`` names another implementation than ``mosaic_gpu``. It has no derivative. The
-    choice is for the default device, as everywhere: lower for another one under ``dispatch.compiling_for``.
+    """Product of each run of ``sizes[e]`` rows with ``weights[e]``, in float32; zeros for rows after the last run.
 
     Args:
         rows: run after run.
-        kernels: in the type of ``rows``; float32 is multiplied at the highest precision.
-        sizes: not negative, together at most M.
+        weights: a matrix for each group, in the dtype of ``rows``; float32 is multiplied at the highest precision.
+        sizes: rows of each group; not negative, together at most M.
+        implementation: "mosaic_gpu", "xla" or "reference", or names in the order in which to try them; None picks.
 
     Raises:
-        ValueError: the environment variable names no implementation.
+        ValueError: wrong shape or dtype, when traced.
+        NotImplementedError: no implementation (or none of those named) supports the call, with the reason; when it is
+            differentiated, "mosaic_gpu".
     """
-    if _kernel_serves(rows, kernels):
-        return _by_kernel(rows, kernels, sizes)
-    # GPUs multiply float32 in TF32 unless told otherwise.
-    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jax.lax.ragged_dot(rows, kernels, sizes, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _kernel_serves(rows, kernels) -> bool:
-    device, (_, depth, width) = current_device(), kernels.shape
-    return (
-        named_by_environment() in (None, "mosaic_gpu")
-        and (device.platform, device.compute_capability) == ("gpu", COMPUTE_CAPABILITY)
-        and rows.dtype == kernels.dtype == jnp.bfloat16
-        and depth % 64 == width % 64 == 0
-        and 0 not in (*rows.shape, *kernels.shape)
-    )
-
-
-def _by_kernel(rows, kernels, sizes):
-    from mla_attn.pallas_kernels.mosaic_gpu import grouped_matmul as kernel
-    from mla_attn.pallas_kernels.tile_list import tile_list
-
-    cores, num_rows, (groups, _, width) = current_device().cores, rows.shape[0], kernels.shape
-    tile_rows, columns = _shape_of_units(num_rows, groups, width, cores)
-    config = kernel.Config(tile_rows=tile_rows, columns=columns)
-    tiles = tile_list(sizes, num_rows=num_rows, tile_rows=tile_rows)
-    return kernel.grouped_matmul(rows, kernels, tiles, config=config, blocks=cores)
-
-
-def _shape_of_units(num_rows: int, groups: int, width: int, cores: int) -> tuple[int, int]:
-    """``tile_rows`` and ``columns`` that should do best, were rows spread evenly over groups.
-
-    Many rows want large units, which read less for each product; few rows those with which the device is done first.
-    """
-
-    def rounds(columns):
-        return -(-busy * -(-width // columns) // cores)
-
-    busy = min(groups, num_rows)
-    mean = num_rows / busy
-    tile_rows = 128 if mean > 96 else 64  # the same for all widths: a layer's products share their list of tiles
-    if mean > 24:
-        columns = 256
-    elif busy * -(-width // 128) >= 4 * cores:
-        columns = 128
-    else:
-        columns = min(128, 64, key=lambda c: rounds(c) * c)
-    return tile_rows, max(c for c in (64, 128, 256) if c <= min(columns, width))
+    for name, array, axes in (("rows", rows, "[M, K]"), ("weights", weights, "[E, K, N]")):
+        check_array(name, array)
+        if array.ndim != axes.count(",") + 1:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {axes}")
+        check_type(name, array, jnp.floating)
+    groups, depth, _ = weights.shape
+    check_shape("rows", rows, (rows.shape[0], depth), "[M, K] with K of weights")
+    check_shape("sizes", sizes, (groups,), "[E] of weights")
+    check_type("sizes", sizes, jnp.int32)
+    if weights.dtype != rows.dtype:
+        raise ValueError(f"weights has dtype {weights.dtype}, must be that of rows, {rows.dtype}")
+    chosen = choose("grouped_matmul", GroupedCall.of(weights), IMPLEMENTATIONS, implementation)
+    return compute("grouped_matmul", chosen, IMPLEMENTATIONS, (rows, weights, sizes))

@@ -24,13 +24,14 @@ def attend(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible[:, :, None, :], scores, -jnp.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
-    total = weights.sum(axis=-1, keepdims=True)
-    out = jnp.einsum("bshm,bmhv->bshv", weights, v, precision=Precision.HIGHEST)
-    filled = total != 0  # NaN is not empty
-    out = jnp.where(filled, out / jnp.where(filled, total, 1.0), 0.0)
-    return out, (jnp.log(total) + top)[..., 0]
+    m = scores.max(axis=-1, keepdims=True)
+    m = jnp.where(jnp.isneginf(m), 0.0, m)  # no key: -inf - -inf would be NaN
+    p = jnp.exp(scores - m)
+    l = p.sum(axis=-1, keepdims=True)
+    acc = jnp.einsum("bshm,bmhv->bshv", p, v, precision=Precision.HIGHEST)
+    filled = l != 0  # NaN is not empty
+    l = jnp.where(filled, l, 1.0)
+    return jnp.where(filled, acc / l, 0.0), jnp.where(filled, m + jnp.log(l), -jnp.inf)[..., 0]
 
 
 def visible_keys(
@@ -43,7 +44,7 @@ def visible_keys(
     window: int | None,
     tree_mask: Bool[Array, "B S C"] | None = None,
 ) -> Bool[Array, "B S M"]:
-    """Which key positions each row may see: row j stands at ``kv_len - q_len + j``."""
+    """Which key positions each row sees: the position of row j is ``kv_len - q_len + j``."""
     p, q_lens, kv_lens = positions[:, None, :], q_lens[:, None, None], kv_lens[:, None, None]
     rows = jnp.arange(max_q_len)[None, :, None]
     at = kv_lens - q_lens + rows

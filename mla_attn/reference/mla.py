@@ -6,9 +6,9 @@ from mla_attn.cache import read_latent
 from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 
-def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
-    """``(out float32 [T, H, R], lse float32 [T, H])``: gathers every table slot of every request."""
-    del batch_invariant, out_dtype  # the one is refused before; the result is float32
+def mla_attention(q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, causal, batch_invariant, out_dtype):
+    """``(out [T, H, R], lse float32 [T, H])``: gathers every key that a table has room for."""
+    del batch_invariant  # refused before
     m = metadata
     slots = m.page_table.shape[1] * pool.page_size
     latent, rope = read_latent(pool, m.page_table, jnp.zeros_like(m.kv_lens), slots, layer=layer)
@@ -25,4 +25,5 @@ def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree
         soft_cap=spec.soft_cap,
     )
     rows = q_latent.shape[0]
-    return to_rows(out, m.q_starts, m.q_lens, rows, 0.0), to_rows(lse, m.q_starts, m.q_lens, rows, -jnp.inf)
+    out = to_rows(out, m.q_starts, m.q_lens, rows, 0.0).astype(out_dtype)
+    return out, to_rows(lse, m.q_starts, m.q_lens, rows, -jnp.inf)

@@ -3,6 +3,7 @@
 from mla_attn.steps.mla import (
     PREFIX_CHUNK,
     QueryScaling,
+    absorbed_extend,
     decode,
     draft_decode,
     draft_extend,
@@ -14,6 +15,7 @@ from mla_attn.steps.mla import (
 __all__ = [
     "PREFIX_CHUNK",
     "QueryScaling",
+    "absorbed_extend",
     "decode",
     "draft_decode",
     "draft_extend",

@@ -1,27 +1,28 @@
 """The jitted entry points, one a mode, for one layer of any model.
 
 Each writes this call's rows into the cache, attends, and returns ``(out, pool)``. Specs are static and the pool is
-donated; inside an outer ``jit`` they inline and the outer one donates. ``decode``, ``target_verify``, ``draft_extend``
-and ``draft_decode`` run absorbed, over the paged cache; ``prefill`` and ``extend`` run in the expanded form over fresh
-keys and values, which costs fewer operations for many rows.
+donated; inside an outer ``jit`` they inline and the outer one donates.
+
+Absorbed steps attend over the paged cache: ``decode``, ``target_verify``, ``draft_extend``, ``draft_decode``, and
+``absorbed_extend`` for new parts of prompts. ``prefill`` and ``extend`` take prompts in the expanded form, over
+per-head keys and values, which costs fewer operations for many rows.
 """
 
 import dataclasses
-import functools
-from typing import cast
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_attn.cache import LatentPool, read_latent, write_latent
-from mla_attn.checks import INT32_MAX, check_integer, check_number, check_shape
+from mla_attn.cache import LatentPool, write_latent
+from mla_attn.checks import INT32_MAX, check_integer, check_number, check_shape, check_type
+from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops.checks import check_pool
-from mla_attn.ops.merge import merge_states
+from mla_attn.ops.checks import check_paged_metadata, check_pool
+from mla_attn.ops.expanded import add_prefix, attend_fresh
 from mla_attn.ops.mla import mla_attention
-from mla_attn.ops.ragged import ragged_attention
+from mla_attn.ops.ragged import check_heads
 from mla_attn.specs import MLASpec
+from mla_attn.steps.entry import entry_point
 
 PREFIX_CHUNK = 1024
 
@@ -45,7 +46,7 @@ class QueryScaling:
         return 1.0 + self.beta * jnp.log1p((positions // self.original_max_position).astype(jnp.float32))
 
 
-_STATIC = ("spec", "query_scaling", "implementation")
+_STATIC = ("spec", "query_scaling", "return_lse")
 
 
 def _absorbed_step(name: str, summary: str):
@@ -64,12 +65,13 @@ def _absorbed_step(name: str, summary: str):
         layer: int | Int[Array, ""] = 0,
         tree_mask: Bool[Array, "B S M"] | None = None,
         query_scaling: QueryScaling | None = None,
-        implementation: str | None = None,
+        return_lse: bool = False,
+        implementation: Order = None,
         batch_invariant: bool = False,
-    ) -> tuple[Float[Array, "T H R"], LatentPool]:
+    ) -> tuple[Float[Array, "T H R"], LatentPool] | tuple[Float[Array, "T H R"], Float[Array, "T H"], LatentPool]:
         pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
         q_latent, q_rope = (_scaled(q, metadata, query_scaling) for q in (q_latent, q_rope))
-        out = mla_attention(
+        out, lse = mla_attention(
             q_latent,
             q_rope,
             pool,
@@ -77,14 +79,15 @@ def _absorbed_step(name: str, summary: str):
             spec,
             layer=layer,
             tree_mask=tree_mask,
+            return_lse=True,
             implementation=implementation,
             batch_invariant=batch_invariant,
         )
-        return cast(Array, out), pool
+        return (out, lse, pool) if return_lse else (out, pool)
 
     step.__name__ = step.__qualname__ = name
     step.__doc__ = f"{summary}\n{_ABSORBED_DOC}"
-    return jax.jit(step, static_argnames=(*_STATIC, "batch_invariant"), donate_argnames="pool")
+    return entry_point(*_STATIC, "batch_invariant")(step)
 
 
 _ABSORBED_DOC = """
@@ -96,15 +99,16 @@ _ABSORBED_DOC = """
         pool: the cache; donated.
         metadata: from the mode's builder; its ``slots`` say where the rows go.
         spec: static facts of the attention.
-        layer: layer of the pool, a Python int or an int32 scalar. It is traced here: one that does not exist cannot be
-            refused, writes nothing, and gives results that mean nothing.
+        layer: layer of the pool, a Python int or an int32 scalar. It is traced, so a value out of range cannot raise:
+            nothing is written and the output is undefined.
         tree_mask: of ``mla_attention``, for verifying or drafting trees.
         query_scaling: position-dependent scaling of the queries.
+        return_lse: also return the log-sum-exp of the scores.
         implementation: of ``mla_attention``.
         batch_invariant: of ``mla_attention``.
 
     Returns:
-        ``(out [T, H, R], pool)``; ``out`` is in latent space.
+        ``(out [T, H, R], pool)``, with ``return_lse`` ``(out, lse [T, H], pool)``; ``out`` is in latent space.
 
     Raises:
         ValueError, NotImplementedError: as ``write_latent`` and ``mla_attention``.
@@ -116,6 +120,9 @@ draft_extend = _absorbed_step(
     "draft_extend", "The accepted tokens through the draft model; metadata from ``for_draft_extend``."
 )
 draft_decode = _absorbed_step("draft_decode", "One step of drafting; metadata from ``for_draft_decode``.")
+absorbed_extend = _absorbed_step(
+    "absorbed_extend", "New tokens of prompts, on top of what is cached if anything is; metadata from ``for_extend``."
+)
 
 
 def _scaled(q, metadata, query_scaling):
@@ -125,7 +132,7 @@ def _scaled(q, metadata, query_scaling):
     return (q.astype(jnp.float32) * factors).astype(q.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="pool")
+@entry_point(*_STATIC)
 def prefill(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -138,11 +145,13 @@ def prefill(
     *,
     layer: int | Int[Array, ""] = 0,
     query_scaling: QueryScaling | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "T H V"], LatentPool]:
+    return_lse: bool = False,
+    implementation: Order = None,
+) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
     """Whole prompts, expanded: attends to the fresh keys and values only, nothing is read from the cache.
 
-    Metadata from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``extend``.
+    Metadata from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``extend``. Where the
+    table begins, or which keys it holds, makes no difference.
 
     Args:
         q: queries ``[nope | rope]``, rotated; [T, H, D].
@@ -153,20 +162,25 @@ def prefill(
         pool: the cache; donated.
         metadata: rows and slots.
         spec: static facts of the attention.
-        layer: layer of the pool.
+        layer: layer of the pool. It is traced, so a value out of range cannot raise: nothing is written.
         query_scaling: position-dependent scaling of the queries.
+        return_lse: also return the log-sum-exp of the scores.
         implementation: of ``ragged_attention``.
 
     Returns:
-        ``(out [T, H, V], pool)``.
+        ``(out [T, H, V], pool)``, with ``return_lse`` ``(out, lse [T, H], pool)``.
+
+    Raises:
+        ValueError, NotImplementedError: as ``write_latent`` and ``ragged_attention``.
     """
     _check_expanded(q, k, v, pool, metadata, spec)
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
-    out, _ = _fresh(_scaled(q, metadata, query_scaling), k, v, metadata, spec, implementation)
-    return out.astype(q.dtype), pool
+    out, lse = attend_fresh(_scaled(q, metadata, query_scaling), k, v, metadata, spec, implementation=implementation)
+    out = out.astype(q.dtype)
+    return (out, lse, pool) if return_lse else (out, pool)
 
 
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "chunk_size"), donate_argnames="pool")
+@entry_point(*_STATIC, "chunk_size")
 def extend(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -182,13 +196,15 @@ def extend(
     layer: int | Int[Array, ""] = 0,
     chunk_size: int = PREFIX_CHUNK,
     query_scaling: QueryScaling | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "T H V"], LatentPool]:
+    return_lse: bool = False,
+    implementation: Order = None,
+) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
     """New tokens on top of a cached prefix, expanded.
 
     The new tokens attend to each other, then to the prefix chunk by chunk: ``chunk_size`` cached rows of each request
     are read back, expanded through ``w_uk`` and ``w_uv``, attended to, and merged by log-sum-exp. Memory is that of
-    one chunk, ``B * chunk_size * H * (D + V)`` elements; time follows the longest prefix.
+    one chunk, ``B * chunk_size * H * (D + V)`` elements; time follows the longest prefix. Of the prefix, the keys that
+    the table holds are seen: those from ``metadata.kv_offsets`` on.
 
     Args:
         q: queries ``[nope | rope]``, rotated; [T, H, D].
@@ -201,96 +217,54 @@ def extend(
         pool: the cache; donated.
         metadata: from ``for_extend``.
         spec: static facts of the attention.
-        layer: layer of the pool.
+        layer: layer of the pool. It is traced, so a value out of range cannot raise: nothing is written and the output
+            is undefined.
         chunk_size: cached tokens per request expanded at a time.
         query_scaling: position-dependent scaling of the queries.
+        return_lse: also return the log-sum-exp of the scores.
         implementation: of ``ragged_attention``.
 
     Returns:
-        ``(out [T, H, V], pool)``.
+        ``(out [T, H, V], pool)``, with ``return_lse`` ``(out, lse [T, H], pool)``.
 
     Raises:
-        NotImplementedError: a spec with a window.
+        ValueError: as ``write_latent`` and ``ragged_attention``.
+        NotImplementedError: a spec with a window, or metadata whose ``kv_stride`` is not 1.
     """
     if spec.window is not None:
-        raise NotImplementedError(f"extend with window={spec.window} is not served: use mla_attention")
+        raise NotImplementedError(f"extend with window={spec.window} is not supported: use absorbed_extend")
+    if metadata.kv_stride != 1:
+        raise NotImplementedError(f"extend with kv_stride={metadata.kv_stride} is not supported: use absorbed_extend")
     chunk_size = check_integer("chunk_size", chunk_size, 1)
     _check_expanded(q, k, v, pool, metadata, spec)
-    heads, v_dim = q.shape[1], v.shape[2]
-    check_shape("w_uk", w_uk, (heads, q.shape[2] - rope.shape[1], spec.kv_lora_rank), "[H, D - E, R]")
-    check_shape("w_uv", w_uv, (heads, v_dim, spec.kv_lora_rank), "[H, V, R]")
-    m = metadata
-    pool = write_latent(pool, latent, rope, m.slots, layer=layer)
-    q = _scaled(q, m, query_scaling)
-    state = _fresh(q, k, v, m, spec, implementation)
-    prefix = m.kv_lens - m.q_lens
-    chunk = min(chunk_size, m.page_table.shape[1] * pool.page_size)
-    batch = m.q_lens.shape[0]
-    starts = jnp.arange(batch, dtype=jnp.int32) * chunk
-
-    def add_chunk(i, state):
-        begin = jnp.full(batch, i * chunk, jnp.int32)
-        keys, values = _expand(*read_latent(pool, m.page_table, begin, chunk, layer=layer), w_uk, w_uv, q.dtype)
-        part = ragged_attention(
-            q,
-            keys.reshape(batch * chunk, heads, -1),
-            values.reshape(batch * chunk, heads, -1),
-            q_starts=m.q_starts,
-            q_lens=m.q_lens,
-            kv_starts=starts,
-            kv_lens=jnp.clip(prefix - begin, 0, chunk),
-            max_q_len=m.max_q_len,
-            max_kv_len=chunk,
-            scale=spec.scale,
-            causal=False,
-            soft_cap=spec.soft_cap,
-            return_lse=True,
-            out_dtype=jnp.float32,
-            implementation=implementation,
-        )
-        return merge_states([state[0], part[0]], [state[1], part[1]])
-
-    out, _ = jax.lax.fori_loop(0, -(-jnp.max(prefix, initial=0) // chunk), add_chunk, state)
-    return out.astype(q.dtype), pool
+    check_shape("w_uk", w_uk, (spec.num_heads, q.shape[2] - rope.shape[1], spec.kv_lora_rank), "[H, D - E, R]")
+    check_shape("w_uv", w_uv, (spec.num_heads, v.shape[2], spec.kv_lora_rank), "[H, V, R]")
+    for name, array in (("w_uk", w_uk), ("w_uv", w_uv)):
+        check_type(name, array, jnp.floating)
+    pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
+    q = _scaled(q, metadata, query_scaling)
+    out, lse = add_prefix(
+        attend_fresh(q, k, v, metadata, spec, implementation=implementation),
+        q,
+        w_uk,
+        w_uv,
+        pool,
+        metadata,
+        spec,
+        layer=layer,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
+    out = out.astype(q.dtype)
+    return (out, lse, pool) if return_lse else (out, pool)
 
 
 def _check_expanded(q, k, v, pool, metadata, spec):
     for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[T, H, D]"), ("v", v, "[T, H, V]")):
-        if array.ndim != 3:
-            raise ValueError(f"{name} has shape {array.shape}, must be {axes}")
+        check_heads(name, array, axes)
     rows = (metadata.slots.shape[0], spec.num_heads)
     check_shape("q", q, (*rows, q.shape[2]), "T of metadata.slots, spec's H")
     check_shape("k", k, (*rows, q.shape[2]), "as q")
     check_shape("v", v, (*rows, v.shape[2]), "rows and heads of q")
     check_pool(pool, spec, metadata)
-
-
-def _fresh(q, k, v, metadata, spec, implementation):
-    """This call's rows over this call's keys: float32 ``(out, lse)``."""
-    return ragged_attention(
-        q,
-        k,
-        v,
-        q_starts=metadata.q_starts,
-        q_lens=metadata.q_lens,
-        kv_starts=metadata.q_starts,
-        kv_lens=metadata.q_lens,
-        max_q_len=metadata.max_q_len,
-        max_kv_len=metadata.max_q_len,
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        return_lse=True,
-        out_dtype=jnp.float32,
-        implementation=implementation,
-    )
-
-
-def _expand(latent, rope, w_uk, w_uv, dtype):
-    """Cached rows [B, n, R], [B, n, E] to keys [B, n, H, D], values [B, n, H, V] (arXiv:2405.04434, eq. 10 to 12)."""
-    latent, rope = latent.astype(dtype), rope.astype(dtype)
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    nope = jnp.einsum("bnr,hdr->bnhd", latent, w_uk.astype(dtype), precision=precision)
-    values = jnp.einsum("bnr,hvr->bnhv", latent, w_uv.astype(dtype), precision=precision)
-    rope = jnp.broadcast_to(rope[:, :, None], (*nope.shape[:3], rope.shape[-1]))
-    return jnp.concatenate([nope, rope], axis=-1), values
+    check_paged_metadata(metadata)

@@ -11,6 +11,7 @@ merged in key order at the end.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -18,19 +19,30 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.metadata import row_owners
+from mla_attn.varying import vary_together
 
-# Query rows times heads a tile aims at. Larger tiles read keys less often in prefill, smaller ones waste less on rows
-# that are not there.
-_TILE_ROWS = 256
 
-# Keys a block aims at: a CPU wants one that stays in its cache, a GPU few trips through the loop.
-_CPU_BLOCK_KEYS = 512
-_GPU_BLOCK_KEYS = 1024
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How work is cut; results are the same up to rounding.
 
-# Rows of all lanes together. A GPU runs one item per lane at once and needs them to fill it; the scores of all lanes
-# are held in float32, LANE_ROWS times the keys of a block.
-_LANE_ROWS = 16384
-_MAX_LANES = 256
+    Attributes:
+        tile_rows: query rows times heads that a tile aims at. Larger tiles read keys less often in prefill, smaller
+            ones waste less on rows that are not there.
+        block_keys: keys that a block aims at. A CPU wants one that stays in its cache, a GPU few trips through the
+            loop.
+        lane_rows: rows of all lanes together. The scores of all lanes are held in float32, ``lane_rows`` times the keys
+            of a block.
+        max_lanes: items computed at a time, at most. A GPU needs many to fill it.
+    """
+
+    tile_rows: int = 256
+    block_keys: int
+    lane_rows: int = 16384
+    max_lanes: int
+
+
+CPU, PARALLEL = Config(block_keys=512, max_lanes=1), Config(block_keys=1024, max_lanes=256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows and lengths of the call; fields as in ``AttentionMetadata``, ``slots_held`` bounds the key slots."""
+    """Rows and lengths of the call; fields as in ``AttentionMetadata``."""
 
     q_starts: Int[Array, "B"]
     q_lens: Int[Array, "B"]
@@ -66,23 +78,35 @@ class Rules:
     tree_mask: Bool[Array, "B S M"] | None = None
 
 
-# fetch(requests [lanes], first_slots [lanes], seen bool [lanes, n]) -> keys [lanes, n, K, D], values [lanes, n, K, V],
+# fetch(requests [lanes], first_keys [lanes], seen bool [lanes, n]) -> keys [lanes, n, K, D], values [lanes, n, K, V],
 # both zero where not seen: weight 0 does not silence a NaN value.
 Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
 
 
-def block_keys(*, parallel: bool) -> int:
-    """Keys per block that suit the device."""
-    return _GPU_BLOCK_KEYS if parallel else _CPU_BLOCK_KEYS
+def by_platform[T](config: Config | None, run: Callable[[Config], T]) -> T:
+    """``run`` with a given config or, if that is None, the one that suits the platform the program is lowered for."""
+    if config is not None:
+        return run(config)
+    return lax.platform_dependent(cpu=functools.partial(run, CPU), default=functools.partial(run, PARALLEL))
 
 
 def make_plan(
-    batch: int, max_q_len: int, heads: int, max_slots: int, block: int, *, parallel: bool, tile: int | None = None
+    config: Config, *, batch: int, max_q_len: int, heads: int, keys: int, block: int, tile: int | None = None
 ) -> Plan:
-    """Sizes from static shapes alone; ``parallel`` for devices that want many items at once."""
-    tile = max(1, min(max_q_len, _TILE_ROWS // heads)) if tile is None else tile
-    tiles, blocks = -(-max_q_len // tile), max(1, -(-max_slots // block))
-    lanes = min(_MAX_LANES, max(1, _LANE_ROWS // (tile * heads)), max(1, batch * tiles * blocks)) if parallel else 1
+    """Sizes from static shapes alone.
+
+    Args:
+        config: how work is cut.
+        batch: requests.
+        max_q_len: most query tokens of a request.
+        heads: query heads.
+        keys: most keys of a request.
+        block: keys per block.
+        tile: query tokens per tile; None for as many as ``config`` aims at.
+    """
+    tile = max(1, min(max_q_len, config.tile_rows // heads)) if tile is None else tile
+    tiles, blocks = -(-max_q_len // tile), max(1, -(-keys // block))
+    lanes = min(config.max_lanes, max(1, config.lane_rows // (tile * heads)), max(1, batch * tiles * blocks))
     return Plan(tile, tiles, block, blocks, lanes)
 
 
@@ -122,11 +146,11 @@ def blockwise_attention(
 
     f32 = jnp.float32
     state = (jnp.full(shape, -jnp.inf, f32), jnp.zeros(shape, f32), jnp.zeros((*shape, v_dim), f32))
-    state = lax.fori_loop(0, share, step, state)
-    top, total, acc = _merge_lanes(state, count, ends, share, plan.lanes)
-    filled = total != 0  # NaN is not empty
-    out = jnp.where(filled[..., None], acc / jnp.where(filled, total, 1.0)[..., None], 0.0)
-    lse = jnp.where(filled, top + jnp.log(jnp.where(filled, total, 1.0)), -jnp.inf)
+    state = lax.fori_loop(0, share, step, vary_together(state, like=q))
+    m, l, acc = _merge_lanes(state, count, ends, share, plan.lanes)
+    filled = l != 0  # NaN is not empty
+    out = jnp.where(filled[..., None], acc / jnp.where(filled, l, 1.0)[..., None], 0.0)
+    lse = jnp.where(filled, m + jnp.log(jnp.where(filled, l, 1.0)), -jnp.inf)
     return _to_rows(out, lse, batch, plan, rows, group)
 
 
@@ -136,9 +160,10 @@ def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "t
     q_lens, kv_lens, offsets = (x[:, None] for x in (batch.q_lens, batch.kv_lens, batch.kv_offsets))
     base = kv_lens - q_lens
     stop = jnp.minimum(kv_lens, base + jnp.minimum(start + plan.tile, q_lens)) if rules.causal else kv_lens
-    begin = jnp.zeros_like(stop) if rules.window is None else base + start - rules.window + 1
+    # Not base + start - window: a window of 2**31 - 1 before a negative position would wrap.
+    begin = jnp.zeros_like(stop) if rules.window is None else jnp.maximum(base + start, 0) - rules.window + 1
 
-    def slot_of(position):  # first slot whose key stands at `position` or after it
+    def slot_of(position):  # of the first key at `position` or after it
         return jnp.maximum(-(-(position - offsets) // batch.kv_stride), 0)
 
     first = jnp.minimum(slot_of(begin) // plan.block, plan.blocks)
@@ -175,7 +200,7 @@ def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n
 
 def _update(state, q, k, v, visible, rules: Rules):
     """One online-softmax step: running maximum, sum and output of each lane's tile, taken over one more block."""
-    top, total, acc = state
+    m, l, acc = state
     precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
     scores = rules.scale * jnp.einsum(
         "lkrd,lnkd->lkrn", q.astype(k.dtype), k, precision=precision, preferred_element_type=jnp.float32
@@ -184,14 +209,17 @@ def _update(state, q, k, v, visible, rules: Rules):
         scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
     group = q.shape[2] // visible.shape[1]
     scores = jnp.where(jnp.repeat(visible, group, axis=1)[:, None], scores, -jnp.inf)
-    new_top = jnp.maximum(top, scores.max(axis=-1))
-    shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)  # no key yet: -inf - -inf would be NaN
-    weights = jnp.exp(scores - shift[..., None])
-    decay = jnp.exp(top - shift)
-    added = jnp.einsum(
-        "lkrn,lnkv->lkrv", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
-    )
-    return new_top, total * decay + weights.sum(axis=-1), acc * decay[..., None] + added
+    new_m = jnp.maximum(m, scores.max(axis=-1))
+    shift = _finite(new_m)
+    p = jnp.exp(scores - shift[..., None])
+    alpha = jnp.exp(m - shift)
+    pv = jnp.einsum("lkrn,lnkv->lkrv", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32)
+    return new_m, l * alpha + p.sum(axis=-1), acc * alpha[..., None] + pv
+
+
+def _finite(m):
+    """A running maximum to subtract: where there is no key yet, -inf - -inf would be NaN."""
+    return jnp.where(jnp.isneginf(m), 0.0, m)
 
 
 def _merge_lanes(state, count, ends, share, lanes: int):
@@ -205,20 +233,20 @@ def _merge_lanes(state, count, ends, share, lanes: int):
 
     def add(i, merged):
         part = _take(state, jnp.minimum(tiles + first + i, state[0].shape[0] - 1))
-        top, total, acc = merged
-        # Past a tile's last part stands another request's row, whose NaN a weight of 0 would not silence.
+        m, l, acc = merged
+        # Past a tile's last part comes another request's row, whose NaN a weight of 0 would not silence.
         own = (i < parts)[:, None, None]
-        part_top = jnp.where(own, part[0], -jnp.inf)
-        part_total, part_acc = jnp.where(own, part[1], 0.0), jnp.where(own[..., None], part[2], 0.0)
-        new_top = jnp.maximum(top, part_top)
-        shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-        a, b = jnp.exp(top - shift), jnp.exp(part_top - shift)
-        return new_top, total * a + part_total * b, acc * a[..., None] + part_acc * b[..., None]
+        part_m = jnp.where(own, part[0], -jnp.inf)
+        part_l, part_acc = jnp.where(own, part[1], 0.0), jnp.where(own[..., None], part[2], 0.0)
+        new_m = jnp.maximum(m, part_m)
+        shift = _finite(new_m)
+        alpha, beta = jnp.exp(m - shift), jnp.exp(part_m - shift)
+        return new_m, l * alpha + part_l * beta, acc * alpha[..., None] + part_acc * beta[..., None]
 
     empty = tuple(
         jnp.full((count.shape[0], *x.shape[1:]), fill, x.dtype) for x, fill in zip(state, (-jnp.inf, 0, 0), strict=True)
     )
-    return lax.fori_loop(0, parts.max(), add, empty)
+    return lax.fori_loop(0, parts.max(), add, vary_together(empty, like=state))
 
 
 def _to_rows(out, lse, batch: Batch, plan: Plan, rows: int, group: int):

@@ -3,41 +3,51 @@
 import jax.numpy as jnp
 from jax import lax
 
-from mla_attn.xla.blockwise import Batch, Rules, block_keys, blockwise_attention, make_plan
+from mla_attn.xla.blockwise import Batch, Config, Rules, blockwise_attention, by_platform, make_plan
 
 
-def mla_attention(q_latent, q_rope, pool, metadata, spec, *, layer, causal, tree_mask, batch_invariant, out_dtype):
-    """``(out float32 [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32.
+def mla_attention(
+    q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, causal, batch_invariant, out_dtype,
+    config: Config | None = None,
+):  # fmt: skip
+    """``(out [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32.
 
     With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a
     block that depends on the page size alone: every row then goes through the same products in the same order.
+    ``config`` says how work is cut; by platform if None.
     """
-    del out_dtype  # the result is float32
     m = metadata
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride)
     rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask)
-    slots = m.page_table.shape[1] * pool.page_size
+    keys = m.page_table.shape[1] * pool.page_size
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
 
-    def run(q, *, parallel):
+    def run(config: Config):
         # Whole pages: a block is then a few contiguous pieces of memory.
-        block = pool.page_size * max(1, block_keys(parallel=parallel) // pool.page_size)
+        block = pool.page_size * max(1, config.block_keys // pool.page_size)
         if not batch_invariant:
-            block = min(block, slots)
-        tile = 1 if batch_invariant else None
-        plan = make_plan(m.q_lens.shape[0], m.max_q_len, spec.num_heads, slots, block, parallel=parallel, tile=tile)
-        return blockwise_attention(
-            q, _fetch(pool, m.page_table, layer, block), (1, pool.kv_lora_rank), batch, plan, rules
+            block = min(block, keys)
+        plan = make_plan(
+            config,
+            batch=m.q_lens.shape[0],
+            max_q_len=m.max_q_len,
+            heads=spec.num_heads,
+            keys=keys,
+            block=block,
+            tile=1 if batch_invariant else None,
         )
+        fetch = _fetch(pool, m.page_table, layer, block)
+        return blockwise_attention(q, fetch, (1, pool.kv_lora_rank), batch, plan, rules)
 
-    return lax.platform_dependent(q, cpu=lambda q: run(q, parallel=False), default=lambda q: run(q, parallel=True))
+    out, lse = by_platform(config, run)
+    return out.astype(out_dtype), lse
 
 
 def _fetch(pool, page_table, layer, block: int):
     pages = block // pool.page_size
 
-    def fetch(requests, first_slots, seen):
-        columns = first_slots[:, None] + jnp.arange(0, block, pool.page_size, dtype=jnp.int32)[None]
+    def fetch(requests, first_keys, seen):
+        columns = first_keys[:, None] + jnp.arange(0, block, pool.page_size, dtype=jnp.int32)[None]
         physical, _ = pool.placement.locate_table_slots(page_table[requests], columns, layer)
         if requests.shape[0] == 1 and pages <= 16:
             rows = jnp.concatenate([lax.dynamic_index_in_dim(pool.data, p) for p in physical[0]], axis=1)

@@ -2,13 +2,13 @@
 # (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
 """Rows of each group times the group's own matrix, as for the experts of a layer. For compute capability 9.0.
 
-A unit is a tile of rows (see ``groups``) times ``columns`` columns of its group's kernel; a thread block takes every
-``blocks``-th unit. The last warpgroup loads (TMA) into a ring of ``stages`` places, each ``STEP`` wide in K, and runs
-ahead into the next unit; each of the others multiplies 64 rows of the tile, sums in registers. Units side by side share
-rows, and tiles side by side mostly the kernel: what one block reads others find in the L2.
+An output tile is a tile of rows (see ``tile_list``) times ``block_n`` columns of its group's matrix; a thread block
+takes every ``blocks``-th. The last warpgroup loads (TMA) into a buffer of ``stages`` stages, each ``BLOCK_K`` wide in
+K, and runs ahead into the next output tile; each of the others multiplies 64 rows, sums in registers. Output tiles side
+by side share rows, and tiles of rows side by side mostly the matrix: what one block reads others find in the L2.
 
-With few rows the bound is memory: every kernel that has rows is read once. Of a tile no more rows are copied than it
-has, up to a power of 2; what else lies in their place ends in rows that are not written, each in its own.
+With few rows the bound is memory: every matrix that has rows is read once. Of a tile no more rows are copied than it
+has, up to a power of 2; what else lies in their stage ends in rows that are not written, each in its own.
 
 Roofline, 64 groups, 2048 x 1408: 369 MB, 83 us at 4.46 TB/s; from some 12000 rows on products take longer.
 """
@@ -27,9 +27,9 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import TILED, store_rows
 from mla_attn.pallas_kernels.tile_list import ALIGNED, HEADER, RECORD, most_tiles
 
-STEP = 64  # of K at a time: a row of it is what a swizzle of 128 bytes spans
+BLOCK_K = 64  # of K at a time: a row of it is what a swizzle of 128 bytes spans
 WARPGROUP_ROWS = 64  # M of wgmma
-SHARED_BYTES = 225 * 1024  # of a thread block for the ring, 2 KB less than there are
+SHARED_BYTES = 225 * 1024  # of a thread block for the buffer, 2 KB less than there are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,23 +38,23 @@ class Config:
 
     Attributes:
         tile_rows: of a tile: 64 or 128, a warpgroup for every 64.
-        columns: of a unit: 64, 128 or 256.
-        stages: places of the ring; 0: as many as fit, up to 12.
+        block_n: columns of an output tile: 64, 128 or 256.
+        stages: of the buffer; 0: as many as fit, up to 12.
 
     Raises:
-        ValueError: another number, or a ring that does not fit.
+        ValueError: another number, or a buffer that does not fit.
     """
 
     tile_rows: int = 64
-    columns: int = 128
+    block_n: int = 128
     stages: int = 0
 
     def __post_init__(self):
         if self.tile_rows not in (64, 128):
             raise ValueError(f"tile_rows={self.tile_rows} must be 64 or 128")
-        if self.columns not in (64, 128, 256):
-            raise ValueError(f"columns={self.columns} must be 64, 128 or 256")
-        fit = SHARED_BYTES // (2 * STEP * (self.tile_rows + self.columns))
+        if self.block_n not in (64, 128, 256):
+            raise ValueError(f"block_n={self.block_n} must be 64, 128 or 256")
+        fit = SHARED_BYTES // (2 * BLOCK_K * (self.tile_rows + self.block_n))
         if self.stages == 0:
             object.__setattr__(self, "stages", min(fit, 12))
         if not 2 <= self.stages <= min(fit, 32):
@@ -64,38 +64,38 @@ class Config:
 @functools.partial(jax.jit, static_argnames=("config", "blocks", "interpret"))  # all layers share one lowering
 def grouped_matmul(
     rows: BFloat16[Array, "M K"],
-    kernels: BFloat16[Array, "E K N"],
+    weights: BFloat16[Array, "E K N"],
     tiles: Int32[Array, "numbers"],
     *,
     config: Config,
     blocks: int,
     interpret: Any = False,
 ) -> Float32[Array, "M N"]:
-    """``rows[i] @ kernels[e]`` for each row i of group e; zeros for rows of none.
+    """``rows[i] @ weights[e]`` for each row i of group e; zeros for rows of none.
 
     Args:
-        rows: by group; M is at least 1, K a multiple of ``STEP``.
-        kernels: N is a multiple of 64, at least ``config.columns``.
-        tiles: of ``groups.tile_list`` for M rows and ``config.tile_rows``.
+        rows: by group; M is at least 1, K a multiple of ``BLOCK_K``.
+        weights: N is a multiple of 64, at least ``config.block_n``.
+        tiles: of ``tile_list`` for M rows and ``config.tile_rows``.
         config: how.
         blocks: thread blocks, one for each multiprocessor.
         interpret: ``plgpu.InterpretGPUParams()`` runs it without a GPU.
     """
     num_rows = rows.shape[0]
-    body = _Body(config, blocks, num_rows, kernels.shape)
+    body = _Body(config, blocks, num_rows, weights.shape)
     padded = jnp.pad(rows, ((0, _copied_rows(num_rows, config.tile_rows) - num_rows), (0, 0)))
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_rows, kernels.shape[2]), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((num_rows, weights.shape[2]), jnp.float32),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=body.consumers + 1,
         thread_name="warpgroup",
         scratch_types=body.scratch(),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # the ring's are all it needs
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # the buffer's are all it needs
         kernel_name="grouped_matmul",
         interpret=interpret,
-    )(padded, kernels, tiles)
+    )(padded, weights, tiles)
 
 
 def _copied_rows(num_rows: int, tile_rows: int) -> int:
@@ -109,31 +109,31 @@ class _Body:
     def __init__(self, config: Config, blocks: int, num_rows: int, shape: tuple[int, int, int]):
         self.config, self.blocks = config, blocks
         self.groups, depth, self.width = shape
-        self.steps = depth // STEP
-        self.parts = -(-self.width // config.columns)  # units of a tile
+        self.steps = depth // BLOCK_K
+        self.parts = -(-self.width // config.block_n)  # output tiles of a tile of rows
         self.most = most_tiles(num_rows, self.groups, config.tile_rows)
         self.consumers = config.tile_rows // WARPGROUP_ROWS
 
     def scratch(self) -> dict:
         config, stages = self.config, self.config.stages
         return {
-            "rows_ring": plgpu.SMEM((stages, config.tile_rows, STEP), jnp.bfloat16, transforms=TILED),
-            "kernels_ring": plgpu.SMEM((stages, STEP, config.columns), jnp.bfloat16, transforms=TILED),
+            "rows_buffer": plgpu.SMEM((stages, config.tile_rows, BLOCK_K), jnp.bfloat16, transforms=TILED),
+            "weights_buffer": plgpu.SMEM((stages, BLOCK_K, config.block_n), jnp.bfloat16, transforms=TILED),
             "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             "empty": plgpu.Barrier(num_barriers=stages, num_arrivals=self.consumers),
         }
 
-    def __call__(self, rows, kernels, tiles, out, *, rows_ring, kernels_ring, full, empty):
-        self.rows, self.kernels, self.tiles, self.out = rows, kernels, tiles, out
-        self.rows_ring, self.kernels_ring, self.full, self.empty = rows_ring, kernels_ring, full, empty
+    def __call__(self, rows, weights, tiles, out, *, rows_buffer, weights_buffer, full, empty):
+        self.rows, self.weights, self.tiles, self.out = rows, weights, tiles, out
+        self.rows_buffer, self.weights_buffer, self.full, self.empty = rows_buffer, weights_buffer, full, empty
         self.block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         turns = lax.div(lax.max(tiles[0] * self.parts - self.block, 0) + (self.blocks - 1), self.blocks)
 
         def run(role, registers):
-            """All units; how many steps they took."""
+            """All output tiles; how many steps they took."""
             if self.consumers > 1:  # two warpgroups may have what registers they want
                 plgpu.set_max_registers(registers, action="decrease" if registers < 128 else "increase")
-            # Carried: the unit's record, and how many steps went through the ring before it.
+            # Carried: the output tile's record, and how many steps went through the buffer before it.
             return lax.fori_loop(0, turns, role, (self._read(0), jnp.int32(0)))[1]
 
         @pl.when(warpgroup == self.consumers)
@@ -149,17 +149,17 @@ class _Body:
                 run(functools.partial(self._multiply, number), 232)
 
     def _read(self, turn) -> tuple:
-        """The record of this block's unit, and its first column; of some other unit if there is none."""
-        unit = lax.min(self.block + turn * self.blocks, self.most * self.parts - 1)
-        tile, part = lax.div(unit, self.parts), lax.rem(unit, self.parts)
+        """The record of this block's output tile, and its first column; of some other one if there is none."""
+        index = lax.min(self.block + turn * self.blocks, self.most * self.parts - 1)
+        tile, part = lax.div(index, self.parts), lax.rem(index, self.parts)
         record = (self.tiles[HEADER + tile * len(RECORD) + n] for n in range(len(RECORD)))
-        return *record, part * self.config.columns
+        return *record, part * self.config.block_n
 
     def _steps(self, group):
         """None for rows that are in no group."""
         return jnp.where(group < self.groups, self.steps, 0)
 
-    def _place(self, step):
+    def _stage(self, step):
         return lax.rem(step, self.config.stages)
 
     # Loads
@@ -171,24 +171,29 @@ class _Body:
         steps = self._steps(group)
 
         def step(k, _):
-            at = self._place(before + k)
-            depth = pl.ds(pl.multiple_of(k * STEP, STEP), STEP)
+            at = self._stage(before + k)
+            depth = pl.ds(pl.multiple_of(k * BLOCK_K, BLOCK_K), BLOCK_K)
             pl.when(before + k >= self.config.stages)(lambda: self._wait_for_release(before + k))
-            kernel = self.kernels.at[group, depth, pl.ds(column, self.config.columns)]
-            plgpu.copy_gmem_to_smem(kernel, self.kernels_ring.at[at], self.full.at[at])
+            weights = self.weights.at[group, depth, pl.ds(column, self.config.block_n)]
+            plgpu.copy_gmem_to_smem(weights, self.weights_buffer.at[at], self.full.at[at])
             self._load_rows(first, end - first, depth, at)
 
         lax.fori_loop(0, steps, step, None)
         return following, before + steps
 
     def _load_rows(self, first, count, depth, at) -> None:
-        """Copies ``count`` rows, up to a power of 2: one of a few copies."""
+        """Copies the tile's ``count`` rows.
+
+        TMA boxes are static, but how many rows a tile has is known at run time only. So there is one copy for each
+        power of 2 (8, 16, ... up to the tile), and the smallest that holds ``count`` rows is issued; the rows it copies
+        beyond them are the next group's, whose products are not stored.
+        """
         most, size = min(self.config.tile_rows, self.rows.shape[0]), ALIGNED
         while size <= most:
 
             @pl.when((count <= size if size < most else True) & (count > size // 2 if size > ALIGNED else True))
             def _(size=size):
-                place = self.rows_ring.at[at, pl.ds(0, size)]
+                place = self.rows_buffer.at[at, pl.ds(0, size)]
                 plgpu.copy_gmem_to_smem(self.rows.at[pl.ds(first, size), depth], place, self.full.at[at])
 
             size *= 2
@@ -203,28 +208,28 @@ class _Body:
 
         def products(sums):
             def step(k, _):
-                at = self._place(before + k)
+                at = self._stage(before + k)
                 plgpu.barrier_wait(self.full.at[at])
-                plgpu.wgmma(sums, self.rows_ring.at[at, own], self.kernels_ring.at[at])
+                plgpu.wgmma(sums, self.rows_buffer.at[at, own], self.weights_buffer.at[at])
                 plgpu.wgmma_wait(1)  # for the step before
                 pl.when(k > 0)(lambda: self._release(before + k - 1))
 
             lax.fori_loop(0, steps, step, None)
             values = sums[...]
             pl.when(steps > 0)(lambda: self._release(before + steps - 1))
-            columns = pl.ds(column, self.config.columns)
-            width = self.width - column if self.width % self.config.columns else None
+            columns = pl.ds(column, self.config.block_n)
+            width = self.width - column if self.width % self.config.block_n else None
             store_rows(self.out.at[pl.ds(first, WARPGROUP_ROWS), columns], values, begin - first, end - first, width)
 
         def skip():
             def step(k, _):
-                plgpu.barrier_wait(self.full.at[self._place(before + k)])
+                plgpu.barrier_wait(self.full.at[self._stage(before + k)])
                 self._release(before + k)
 
             lax.fori_loop(0, steps, step, None)
 
         def multiply():
-            pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, self.config.columns), jnp.float32))
+            pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, self.config.block_n), jnp.float32))
 
         if number == 0:
             multiply()
@@ -234,8 +239,8 @@ class _Body:
         return following, before + steps
 
     def _wait_for_release(self, step) -> None:
-        """Of the place of ``step``, by all who multiply what was there last."""
-        plgpu.barrier_wait(self.empty.at[self._place(step)])
+        """Until all who multiply what the stage of ``step`` held before have released it."""
+        plgpu.barrier_wait(self.empty.at[self._stage(step)])
 
     def _release(self, step) -> None:
-        plgpu.barrier_arrive(self.empty.at[self._place(step)])
+        plgpu.barrier_arrive(self.empty.at[self._stage(step)])

@@ -184,7 +184,7 @@ def test_float32_and_unrolled_calls(capsys):
 
 def replace_xla(monkeypatch, run):
     others = [i for i in mla.IMPLEMENTATIONS if i.name != "xla"]
-    monkeypatch.setattr(mla, "IMPLEMENTATIONS", (Implementation("xla", lambda call: None, run), *others))
+    monkeypatch.setattr(mla, "IMPLEMENTATIONS", (Implementation("xla", lambda call, device: None, run), *others))
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_what_is_wrong_is_reported_and_not_timed(monkeypatch, capsys, change, re
 
 
 def test_reading_past_a_length_meets_poison(monkeypatch, capsys):
-    def run(q_latent, q_rope, pool, metadata, spec, **options):
+    def run(q_latent, q_rope, pool, metadata, *arrays, **options):
         longer = dataclasses.replace(metadata, kv_lens=metadata.kv_lens + 1)
-        return reference(q_latent, q_rope, pool, longer, spec, **options)
+        return reference(q_latent, q_rope, pool, longer, *arrays, **options)
 
     replace_xla(monkeypatch, run)
     (result,) = bench(capsys, "--shape", SHAPE, "--implementation", "xla", status=1)["results"]

@@ -18,7 +18,6 @@ import oracle
 from mla_attn import metadata as build
 from mla_attn import supports
 from mla_attn.cache import LatentPool
-from mla_attn.dispatch import current_device
 from mla_attn.ops import mla, mla_attention, ragged_attention
 from mla_attn.specs import MLASpec
 
@@ -86,7 +85,6 @@ def reason(implementation, pool, metadata, spec, *, causal=True, tree_mask=None,
         causal=causal,
         tree=tree_mask is not None,
         batch_invariant=batch_invariant,
-        **current_device().facts,
         **dataclasses.asdict(spec),
     )[implementation]
 
@@ -132,22 +130,27 @@ def _jitted(optimized):
 def attend_unpaged(implementation, q, k, v, *, q_lens, kv_lens, causal=True):
     """``(out float32, lse)`` of packed queries, keys and values, with DeepSeek's scale of expanded heads."""
     q_lens, kv_lens = np.asarray(q_lens), np.asarray(kv_lens)
-    starts = ints(np.cumsum(q_lens) - q_lens), ints(np.cumsum(kv_lens) - kv_lens)
-    sizes = (int(q_lens.max()), int(kv_lens.max()))
-    got = _jitted_unpaged()(q, k, v, *starts, ints(q_lens), ints(kv_lens), sizes, causal, implementation)
+    metadata = build.RaggedMetadata(
+        q_starts=ints(np.cumsum(q_lens) - q_lens),
+        q_lens=ints(q_lens),
+        kv_starts=ints(np.cumsum(kv_lens) - kv_lens),
+        kv_lens=ints(kv_lens),
+        max_q_len=int(q_lens.max()),
+        max_kv_len=int(kv_lens.max()),
+    )
+    got = _jitted_unpaged()(q, k, v, metadata, causal, implementation)
     return tuple(np.asarray(x) for x in got)
 
 
 @functools.cache
 def _jitted_unpaged():
-    def call(q, k, v, q_starts, kv_starts, q_lens, kv_lens, sizes, causal, implementation):
+    def call(q, k, v, metadata, causal, implementation):
         return ragged_attention(
-            q, k, v, q_starts=q_starts, q_lens=q_lens, kv_starts=kv_starts, kv_lens=kv_lens, max_q_len=sizes[0],
-            max_kv_len=sizes[1], scale=192**-0.5, causal=causal, return_lse=True, out_dtype=jnp.float32,
+            q, k, v, metadata, scale=192**-0.5, causal=causal, return_lse=True, out_dtype=jnp.float32,
             implementation=implementation,
         )  # fmt: skip
 
-    return jax.jit(call, static_argnums=(7, 8, 9))
+    return jax.jit(call, static_argnums=(4, 5))
 
 
 def expected(q, pool, metadata, spec, **visible):

@@ -12,7 +12,8 @@ import helpers
 import oracle
 from cases.paged import every_implementation
 from mla_attn import supports
-from mla_attn.dispatch import NAMES, current_device
+from mla_attn.dispatch import NAMES
+from mla_attn.metadata import RaggedMetadata
 from mla_attn.ops import mla, mla_attention, ragged, ragged_attention
 
 
@@ -51,7 +52,7 @@ SIZES = [
 def test_c23_sizes(implementation, page_size, rank, rope):
     """Served and right, or refused with the reason of ``supports``."""
     sizes = {"page_size": page_size, "kv_lora_rank": rank, "qk_rope_head_dim": rope}
-    refusal = supports("mla_attention", **sizes, num_heads=2, **current_device().facts)[implementation]
+    refusal = supports("mla_attention", **sizes, num_heads=2)[implementation]
     batch = helpers.poisoned_batch(0, kv_lens=[70, 0, 1], q_lens=[1, 1, 1], dtype=jnp.bfloat16, **sizes)
     if refusal is None:
         assert_right(run(implementation, batch), batch)
@@ -67,14 +68,12 @@ def test_c23_head_dims(implementation, dim):
     rng = np.random.default_rng(dim)
     q, k, v = (jnp.asarray(rng.standard_normal((n, h, dim), np.float32)) for n, h in ((6, 4), (70, 2), (70, 2)))
     rows = {"q_starts": [0, 3], "q_lens": [3, 3], "kv_starts": [0, 5], "kv_lens": [5, 65]}
-    facts = {"heads": 4, "kv_heads": 2, "qk_dim": dim, "v_dim": dim}
-    call = jax.jit(
-        functools.partial(
-            ragged_attention, max_q_len=3, max_kv_len=65, scale=dim**-0.5, return_lse=True,
-            implementation=implementation,
-        ),
-    )  # fmt: skip
-    call = functools.partial(call, q, k, v, **{name: jnp.asarray(values, jnp.int32) for name, values in rows.items()})
+    facts = {"heads": 4, "kv_heads": 2, "qk_dim": dim, "v_dim": dim, "dtype": "float32"}
+    metadata = RaggedMetadata(
+        **{name: jnp.asarray(values, jnp.int32) for name, values in rows.items()}, max_q_len=3, max_kv_len=65
+    )
+    call = jax.jit(functools.partial(ragged_attention, scale=dim**-0.5, return_lse=True, implementation=implementation))
+    call = functools.partial(call, q, k, v, metadata)
     refusal = supports("ragged_attention", **facts)[implementation]
     if refusal is not None:
         with pytest.raises(NotImplementedError, match=re.escape(refusal)):
@@ -89,10 +88,9 @@ def test_c23_heads_that_do_not_divide(unchecked):
     """7 query heads over 2: the argument, what it is, and what is allowed; before anything runs."""
     q, k = jax.ShapeDtypeStruct((6, 7, 64), jnp.float32), jax.ShapeDtypeStruct((70, 2, 64), jnp.float32)
     ints = jax.ShapeDtypeStruct((2,), jnp.int32)
-    call = functools.partial(ragged_attention, max_q_len=3, max_kv_len=65, scale=0.1)
-    rows = dict.fromkeys(("q_starts", "q_lens", "kv_starts", "kv_lens"), ints)
+    rows = RaggedMetadata(q_starts=ints, q_lens=ints, kv_starts=ints, kv_lens=ints, max_q_len=3, max_kv_len=65)
     with pytest.raises(ValueError, match="q has 7 heads, must be a multiple of k's 2"):
-        jax.eval_shape(call, q, k, k, **rows)
+        jax.eval_shape(functools.partial(ragged_attention, scale=0.1), q, k, k, rows)
     with pytest.raises(ValueError, match="q has 7 heads, must be a multiple of k's 2"):
         supports("ragged_attention", heads=7, kv_heads=2)
 
@@ -137,7 +135,7 @@ def check(seed, implementation, facts):
     options = {"causal": causal, "batch_invariant": facts["batch_invariant"]}
     call = functools.partial(run, implementation, batch, tree_mask=mask, **options)
     try:
-        answers = supports("mla_attention", **facts, **current_device().facts)
+        answers = supports("mla_attention", **facts)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
             call()
@@ -155,12 +153,15 @@ def check(seed, implementation, facts):
 def test_c24_questions_that_make_no_sense():
     """Errors name what was asked and what may be."""
     for op, facts, message in (
-        ("attention", {}, "op='attention' must be one of mla_attention, ragged_attention"),
+        ("attention", {}, "op='attention' must be one of mla_attention, ragged_attention, grouped_matmul"),
         ("mla_attention", {"topk": 3}, "facts of mla_attention: .*'topk'"),
         ("ragged_attention", {"page_size": 3}, "facts of ragged_attention: .*'page_size'"),
-        ("mla_attention", {"page_size": 0}, "page_size=0 and max_q_len=1 must be at least 1"),
+        ("mla_attention", {"page_size": 0}, "page_size=0 must be an integer of at least 1"),
         ("mla_attention", {"num_heads": 0}, "num_heads=0 must be an integer of at least 1"),
         ("mla_attention", {"window": 3, "causal": False}, "causal=False with window=3"),
+        ("mla_attention", {"dtype": "float8_e4m3fn"}, "dtype=float8_e4m3fn must be one of"),
+        ("mla_attention", {"platform": "cuda"}, "platform='cuda' must be cpu, gpu or tpu"),
+        ("grouped_matmul", {"width": 0}, "width=0 must be an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             supports(op, **facts)
@@ -168,5 +169,5 @@ def test_c24_questions_that_make_no_sense():
 
 def test_c24_platforms():
     """A promise that holds on one platform alone."""
-    assert supports("mla_attention", batch_invariant=True)["xla"] is None
+    assert supports("mla_attention", batch_invariant=True, platform="cpu")["xla"] is None
     assert "promised on cpu only" in supports("mla_attention", batch_invariant=True, platform="gpu")["xla"]

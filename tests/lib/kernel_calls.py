@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 import helpers
-from mla_attn.dispatch import H200, compiling_for
+from mla_attn.dispatch import compiling_for
 from mla_attn.ops import mla_attention, plan_mla
+from mla_attn.support import H200
 
 # What differs from a decode call of 16 heads, 512 + 64 channels, pages of 64.
 CALLS = {

@@ -27,7 +27,8 @@ from jax.experimental import topologies
 
 import kernel_calls
 from footprint import LARGE, LAYERS, Footprint, large_copies, lower, place
-from mla_attn.dispatch import H200, compiling_for
+from mla_attn.dispatch import compiling_for
+from mla_attn.support import H200
 
 TARGET = Path(__file__).parent / "h200.txtpb"
 OPTIONS = {"xla_gpu_autotune_level": 0}  # it would time matrix products, of which there are none

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from checkpoints import V2, V3
-from mla_attn import dispatch, steps
+from mla_attn import dispatch, steps, support
 from mla_attn import metadata as build
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
 from mla_attn.models.deepseek import GROUP
@@ -277,7 +277,7 @@ def test_one_work_list_for_all_layers(mode, monkeypatch):
 
     graph, params = nnx.split(model)
     tokens = jax.ShapeDtypeStruct((2 if mode == "decode" else 6,), jnp.int32)
-    with dispatch.compiling_for(dispatch.H200):
+    with dispatch.compiling_for(support.H200):
         jaxpr = jax.make_jaxpr(run)(params, tokens, pools, table)
     names = [str(equation.params.get("name")) for equation in equations(jaxpr.jaxpr)]
     assert names.count("work_list") == 2  # of the model's layers, and of the draft layer

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 from checkpoints import V2, V3
-from mla_attn.dispatch import H200, compiling_for
+from mla_attn.dispatch import compiling_for
 from mla_attn.models import DeepseekConfig
 from mla_attn.models.moe import MoE, Router
+from mla_attn.support import H200
 
 TOKENS, DIM, EXPERTS = 200, 24, 12
 

@@ -11,11 +11,12 @@ from flax import nnx
 import helpers
 from checkpoints import small_config
 from kernel_calls import make
-from mla_attn.dispatch import H200, compiling_for
+from mla_attn.dispatch import compiling_for
 from mla_attn.models import DeepseekForCausalLM
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.ops import plan_mla
 from mla_attn.passes import Passes, Shapes
+from mla_attn.support import H200
 
 
 @pytest.fixture
@@ -67,31 +68,52 @@ def test_results_wider_than_the_kernels_are_combined(lists):
     assert [plan.combine_all for plan in lists] == [False, True]
 
 
+CORES = 132
+
+
 @pytest.mark.parametrize(
-    ("heads", "rows", "keys", "invariant", "streams", "group_rows"),
+    ("rows", "key_tiles", "kernel", "group_rows"),
     [
-        (128, 1, 8192, False, False, 64),
-        (16, 5, 8192, False, False, 64),
-        (16, 4, 8192, False, True, 64),
-        (40, 1, 8192, False, True, 64),
-        (16, 2, 8192, False, True, 32),
-        (20, 1, 8192, False, True, 24),
-        (1, 1, 8192, False, True, 8),
-        (128, 1, 4096, False, True, 32),  # tables of 66 tiles each: one for each multiprocessor
-        (128, 1, 4097, False, False, 64),
-        (40, 1, 4096, False, True, 32),
-        (128, 2, 4096, False, False, 64),
-        (16, 1, 8192, True, False, 64),  # whose bits are promised to be those of any mode
-        (16, 1, 300, True, False, 64),
+        (8, 999, "mla_stream", 8),
+        (24, 999, "mla_stream", 24),
+        (32, 999, "mla_stream", 32),
+        (40, 999, "mla_stream", 64),
+        (64, 999, "mla_stream", 64),
+        (72, 999, "mla_decode", 64),
+        (128, 999, "mla_decode", 64),
+        (40, CORES, "mla_stream", 32),  # a tile of keys for each multiprocessor, and no more: few keys
+        (40, CORES + 1, "mla_stream", 64),
+        (128, CORES, "mla_stream", 32),
+        (128, CORES + 1, "mla_decode", 64),
+        (136, CORES, "mla_decode", 64),
+        (8, 1, "mla_stream", 8),
     ],
 )
-def test_which_kernel_and_how_many_rows(heads, rows, keys, invariant, streams, group_rows, lists):
-    """Calls bound by memory stream, in groups no larger than a request, up to the 32 or 64 rows of a product; and those
-    of few keys, in groups of 32."""
-    plan, _, arguments = make(heads=heads, max_q_len=rows, batch_invariant=invariant, kv_lens=[65, keys])
+def test_which_kernel_and_how_many_rows(rows, key_tiles, kernel, group_rows):
+    """Calls bound by memory stream, in tiles no larger than a request, up to the 32 or 64 rows of a product; and those
+    of few keys, in tiles of 32."""
+    chosen = mosaic_gpu.choose_kernel(rows, key_tiles=key_tiles, cores=CORES, batch_invariant=False)
+    assert chosen == (kernel, group_rows)
+    # Its bits are promised to be those of any mode.
+    invariant = mosaic_gpu.choose_kernel(rows, key_tiles=key_tiles, cores=CORES, batch_invariant=True)
+    assert invariant == ("mla_decode", 64)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "keys", "kernel", "group_rows"),
+    [
+        (20, 1, 8192, "mla_stream", 24),  # heads are padded to a multiple of 8
+        (16, 5, 8192, "mla_decode", 64),
+        (128, 1, 4096, "mla_stream", 32),  # two tables of 66 tiles each
+        (128, 1, 4097, "mla_decode", 64),  # of 67
+    ],
+)
+def test_what_a_call_is_launched_with(heads, rows, keys, kernel, group_rows):
+    plan, _, arguments = make(heads=heads, max_q_len=rows, kv_lens=[65, keys])
     with compiling_for(H200):
-        plan(*arguments[:2])
-    assert [(made.streams, made.group_rows) for made in lists] == [(streams, group_rows)]
+        launch = jax.eval_shape(plan, *arguments[:2]).work_plan
+    assert (launch.kernel, launch.plan.group_rows) == (kernel, group_rows)
+    assert launch.plan.lanes == H200.cores == CORES
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
@@ -101,7 +123,7 @@ def test_other_implementations_need_no_plan(implementation):
     assert planned is batch.metadata
 
 
-def test_no_plan_for_what_is_not_served():
+def test_no_plan_for_what_is_not_supported():
     batch = helpers.poisoned_batch(0, kv_lens=[5], q_lens=[1], dtype=jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: cpu"):
         plan_mla(batch.metadata, batch.pool, batch.spec, implementation="mosaic_gpu")
@@ -114,7 +136,8 @@ def test_tree_words(layout, keys):
     batch = helpers.poisoned_batch(0, kv_lens=[9, 0, 30, 7], q_lens=[4, 0, 2, 3], max_q_len=4, heads=3, layout=layout)
     m, mask = batch.metadata, np.random.default_rng(0).random((4, 4, keys)) < 0.5
     with compiling_for(H200):
-        plan = mosaic_gpu._plan(m, batch.spec, 4, batch_invariant=False, out_dtype=jnp.bfloat16)
+        options = {"causal": True, "batch_invariant": False, "out_dtype": jnp.bfloat16}
+        plan = mosaic_gpu._launch(m, batch.pool, batch.spec, **options).plan
     words = np.asarray(mosaic_gpu._tree_words(jnp.asarray(mask), m, plan)).view(np.uint32)
     assert words.shape == (-(-keys // 32), plan.num_rows + plan.group_rows)
     for b, (start, length) in enumerate(zip(m.q_starts, m.q_lens, strict=True)):
@@ -150,4 +173,4 @@ def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, implementat
         pools = model.create_pools(num_pages=8, page_size=64)
         buckets = getattr(passes, mode)
         text = str(jax.make_jaxpr(buckets._jitted)(passes.state, pools, buckets._rungs[0]))
-    assert ("mla_combine" in text, "name=draft_extend" in text) == (absorbed, absorbed)
+    assert ("mla_combine" in text, "name=absorbed_extend" in text) == (absorbed, absorbed)

@@ -83,17 +83,15 @@ class MLATests:
     def reason(self, batch, *, causal=True, tree_mask=None, batch_invariant=False, **_):
         """Why the implementation refuses a call, by its own predicate."""
         (implementation,) = (i for i in mla.IMPLEMENTATIONS if i.name == self.implementation)
-        call = mla.MLACall(
-            spec=batch.spec,
-            page_size=batch.pool.page_size,
-            dtype=batch.pool.dtype,
+        call = mla.MLACall.of(
+            batch.pool,
+            batch.spec,
             max_q_len=batch.metadata.max_q_len,
             causal=causal,
             tree=tree_mask is not None,
             batch_invariant=batch_invariant,
-            **current_device().facts,
         )
-        return implementation.supports(call)
+        return implementation.supports(call, current_device())
 
     def check(self, batch, *, served=True, layer=None, causal=True, tree_mask=None, **options):
         """Holds a call against the oracle or, where it is not served, expects the refusal and its reason."""

@@ -1,27 +1,19 @@
 """The XLA implementations at small sizes, so that short requests have several tiles, blocks and lanes."""
 
-import jax
+import dataclasses
+import functools
 
-import mla_attn.xla.blockwise
-
-
-class OneBranch:
-    """``jax.lax`` with the choice by platform made in advance."""
-
-    def __init__(self, platform):
-        self.platform = platform
-
-    def __getattr__(self, name):
-        return getattr(jax.lax, name)
-
-    def platform_dependent(self, *args, **branches):
-        return branches[self.platform](*args)
+from mla_attn.xla.blockwise import Config
 
 
-def shrink(monkeypatch, module, *, block_keys, platform):
-    """Blocks of ``block_keys`` keys, tiles of 4 rows and heads, and as many as 5 lanes on a platform that has lanes."""
-    monkeypatch.setattr(mla_attn.xla.blockwise, "_CPU_BLOCK_KEYS", block_keys)
-    monkeypatch.setattr(mla_attn.xla.blockwise, "_GPU_BLOCK_KEYS", block_keys)
-    monkeypatch.setattr(module, "lax", OneBranch(platform))
-    monkeypatch.setattr(mla_attn.xla.blockwise, "_TILE_ROWS", 4)
-    monkeypatch.setattr(mla_attn.xla.blockwise, "_LANE_ROWS", 20)
+def shrink(monkeypatch, module, *, block_keys, max_lanes):
+    """Blocks of ``block_keys`` keys, tiles of 4 rows and heads, and as many lanes as 20 rows make, up to ``max_lanes``.
+
+    ``module`` is an op's, whose implementation ``xla`` is run with them, whatever the platform.
+    """
+    config = Config(tile_rows=4, block_keys=block_keys, lane_rows=20, max_lanes=max_lanes)
+    small = tuple(
+        dataclasses.replace(i, run=functools.partial(i.run, config=config)) if i.name == "xla" else i
+        for i in module.IMPLEMENTATIONS
+    )
+    monkeypatch.setattr(module, "IMPLEMENTATIONS", small)

@@ -12,6 +12,7 @@ import pytest
 
 import helpers
 import oracle
+from mla_attn.metadata import RaggedMetadata
 from mla_attn.ops import ragged_attention
 from ops.base import INT32, POISONS
 
@@ -80,9 +81,9 @@ class RaggedTests:
         self, batch, *, scale=0.2, max_q_len=6, max_kv_len=40, causal=True, window=None, soft_cap=None, out_dtype=None
     ):
         """``(out, lse)``, jitted."""
-        options = {"scale": scale, "max_q_len": max_q_len, "max_kv_len": max_kv_len, "causal": causal}
-        options |= {"window": window, "soft_cap": soft_cap, "out_dtype": out_dtype}
-        return _compiled(type(self))(batch.q, batch.k, batch.v, batch.places, options=tuple(options.items()))
+        metadata = RaggedMetadata(**batch.places, max_q_len=max_q_len, max_kv_len=max_kv_len)
+        options = {"scale": scale, "causal": causal, "window": window, "soft_cap": soft_cap, "out_dtype": out_dtype}
+        return _compiled(type(self))(batch.q, batch.k, batch.v, metadata, options=tuple(options.items()))
 
     def check(self, batch, *, scale=0.2, out_dtype=None, max_q_len=6, max_kv_len=40, **rules):
         sizes = {"max_q_len": max_q_len, "max_kv_len": max_kv_len, "out_dtype": out_dtype}
@@ -176,9 +177,9 @@ class RaggedTests:
 def _compiled(tests):
     """One compilation cache per implementation under test: a subclass may patch what a trace reads."""
 
-    def attend(q, k, v, places, *, options):
+    def attend(q, k, v, metadata, *, options):
         return ragged_attention(
-            q, k, v, **places, return_lse=True, implementation=tests.implementation, **dict(options)
+            q, k, v, metadata, return_lse=True, implementation=tests.implementation, **dict(options)
         )  # fmt: skip
 
     return jax.jit(attend, static_argnames="options")

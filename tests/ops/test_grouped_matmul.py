@@ -1,27 +1,30 @@
-"""Which implementation serves a grouped matrix product, and what the portable one gives."""
+"""Which implementation computes a grouped matrix product, and what the portable ones give."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_attn.dispatch import ENVIRONMENT_VARIABLE, H200, Device, compiling_for
-from mla_attn.ops.grouped_matmul import _shape_of_units, grouped_matmul
+from mla_attn.dispatch import ENVIRONMENT_VARIABLE, Device, compiling_for
+from mla_attn.mosaic_gpu.grouped_matmul import output_tile
+from mla_attn.ops.grouped_matmul import grouped_matmul
+from mla_attn.support import H200
 
 KERNEL = "custom_call @mosaic_gpu"
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("sizes", [(3, 0, 9), (0, 0, 0), (0, 12, 0), (2, 3, 4)])
-def test_runs_of_rows(sizes, dtype):
+def test_runs_of_rows(sizes, dtype, implementation):
     rng = np.random.default_rng(0)
-    rows, kernels = jnp.asarray(rng.standard_normal((12, 8)), dtype), jnp.asarray(rng.standard_normal((3, 8, 5)), dtype)
-    got, start = grouped_matmul(rows, kernels, jnp.asarray(sizes, jnp.int32)), 0
+    rows, weights = jnp.asarray(rng.standard_normal((12, 8)), dtype), jnp.asarray(rng.standard_normal((3, 8, 5)), dtype)
+    got, start = grouped_matmul(rows, weights, jnp.asarray(sizes, jnp.int32), implementation=implementation), 0
     assert got.dtype == jnp.float32
-    for kernel, size in zip(kernels, sizes, strict=True):
+    for weight, size in zip(weights, sizes, strict=True):
         run = slice(start, start + size)
-        np.testing.assert_allclose(got[run], np.float64(rows[run]) @ np.float64(kernel), atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(got[run], np.float64(rows[run]) @ np.float64(weight), atol=TOLERANCE[dtype])
         start += size
     assert (got[start:] == 0).all()
 
@@ -50,7 +53,7 @@ def lowered(device=H200, *, num_rows=40, groups=8, depth=128, width=192, dtype="
     ],
     ids=str,
 )
-def test_the_kernel_serves(sizes):
+def test_the_kernel_is_taken(sizes):
     assert lowered(**sizes).count(KERNEL) == 1
 
 
@@ -82,11 +85,43 @@ def test_the_environment_variable(name, count, monkeypatch):
     assert lowered().count(KERNEL) == count
 
 
+def test_a_named_kernel_never_falls_back(monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: float32 rows and weights: must be bfloat16"):
+        lowered(dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "rows, weights, sizes, message",
+    [
+        ((4, 8), (2, 9, 5), (2,), r"rows has shape \(4, 8\), must be \(4, 9\)"),
+        ((4,), (2, 8, 5), (2,), r"rows has shape \(4,\), must be \[M, K\]"),
+        ((4, 8), (8, 5), (2,), r"weights has shape \(8, 5\), must be \[E, K, N\]"),
+        ((4, 8), (2, 8, 5), (3,), r"sizes has shape \(3,\), must be \(2,\)"),
+    ],
+)
+def test_shapes_that_do_not_fit(unchecked, rows, weights, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(jnp.zeros(rows), jnp.zeros(weights), jnp.zeros(sizes, jnp.int32))
+
+
+def test_types_that_do_not_fit(unchecked):
+    rows, weights, sizes = jnp.zeros((4, 8)), jnp.zeros((2, 8, 5)), jnp.zeros(2, jnp.int32)
+    eight = jnp.float8_e4m3fn
+    for arguments, message in (
+        ((rows.astype(eight), weights.astype(eight), sizes), "rows has dtype float8_e4m3fn, must be a floating dtype"),
+        ((rows, weights.astype(jnp.bfloat16), sizes), "weights has dtype bfloat16, must be that of rows, float32"),
+        ((rows, weights, sizes.astype(jnp.int8)), "sizes has dtype int8, must be int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grouped_matmul(*arguments)
+
+
 @pytest.mark.parametrize(
     "num_rows, groups, width, want",
     [
-        (6, 64, 1408, (64, 64)),  # 132 units, a round of half the width
-        (6, 64, 2048, (64, 128)),  # 96 units instead of two rounds of 192
+        (6, 64, 1408, (64, 64)),  # 132 tiles, a wave of half the width
+        (6, 64, 2048, (64, 128)),  # 96 tiles instead of two waves of 192
         (384, 64, 1408, (64, 128)),
         (3072, 64, 1408, (64, 256)),
         (16384, 64, 1408, (128, 256)),
@@ -94,5 +129,5 @@ def test_the_environment_variable(name, count, monkeypatch):
         (512, 256, 2048, (64, 128)),
     ],
 )
-def test_the_shape_of_units(num_rows, groups, width, want):
-    assert _shape_of_units(num_rows, groups, width, H200.cores) == want
+def test_output_tiles(num_rows, groups, width, want):
+    assert output_tile(num_rows, groups, width, H200.cores) == want

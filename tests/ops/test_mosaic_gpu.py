@@ -30,15 +30,15 @@ class TestMosaicGPU(MLATests):
     window = soft_cap = False
 
     @staticmethod
-    def group_rows(rows: int, *, few_keys: bool) -> int | None:
-        """Of mla_stream for requests of so many rows, in place of the choice by speed; None for mla_decode."""
-        return None
+    def choose_kernel(rows: int, **_) -> tuple[str, int]:
+        """The kernel under test, in place of the choice by speed."""
+        return "mla_decode", 64
 
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
         if jax.devices()[0].compute_capability != "9.0":
             pytest.skip("needs compute capability 9.0")
-        monkeypatch.setattr(mosaic_gpu, "_group_rows", self.group_rows)
+        monkeypatch.setattr(mosaic_gpu, "choose_kernel", self.choose_kernel)
 
     @pytest.mark.parametrize("latent, rope", latents)
     @pytest.mark.parametrize("page_size", [1, 4, 8, 48, 128, 544])
@@ -79,16 +79,16 @@ class TestFewRows(TestMosaicGPU):
     sizes: ClassVar[dict] = {**TestMosaicGPU.sizes, "heads": 5}
 
     @staticmethod
-    def group_rows(rows: int, *, few_keys: bool) -> int | None:
-        return 64 if rows <= 64 else None
+    def choose_kernel(rows: int, *, batch_invariant: bool, **_) -> tuple[str, int]:
+        return ("mla_stream" if rows <= 64 and not batch_invariant else "mla_decode"), 64
 
 
-class TestTurned(TestFewRows):
+class TestTransposed(TestFewRows):
     """At most 32 rows a group, where products have keys first; here the 48 of a request are two groups."""
 
     @staticmethod
-    def group_rows(rows: int, *, few_keys: bool) -> int | None:
-        return min(rows, 32) if rows <= 128 else None
+    def choose_kernel(rows: int, *, batch_invariant: bool, **_) -> tuple[str, int]:
+        return ("mla_stream", min(rows, 32)) if rows <= 128 and not batch_invariant else ("mla_decode", 64)
 
     @pytest.mark.parametrize("heads", [8, 16, 24, 32, 128])
     def test_decode(self, heads):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import mla_attn.xla.ragged
-from mla_attn.ops import ragged_attention
+from mla_attn.metadata import RaggedMetadata
+from mla_attn.ops import ragged, ragged_attention
 from ops.lanes import shrink
 from ops.ragged_base import RaggedTests, ragged_batch
 
@@ -20,17 +20,17 @@ class TestXLA(RaggedTests):
     """One lane, as on a CPU."""
 
     implementation = "xla"
-    platform = "cpu"
+    max_lanes = 1
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        shrink(monkeypatch, mla_attn.xla.ragged, block_keys=8, platform=self.platform)
+        shrink(monkeypatch, ragged, block_keys=8, max_lanes=self.max_lanes)
 
 
 class TestXLALanes(TestXLA):
     """Several lanes, as on a GPU."""
 
-    platform = "default"
+    max_lanes = 256
     # What lanes have no part in, TestXLA has tested.
     test_heads_share_keys_in_groups = test_dims_of_deepseek = test_values_wider_than_keys = None
     test_soft_cap = test_out_dtype = None
@@ -41,9 +41,9 @@ def call(unchecked):
     """Runs a right call of two requests with some arguments changed."""
     batch = ragged_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
 
-    def run(**changes):
-        arguments = {"q": batch.q, "k": batch.k, "v": batch.v, **batch.places, "scale": 0.2}
-        arguments |= {"max_q_len": 6, "max_kv_len": 40, **changes}
+    def run(*, metadata=None, **changes):
+        metadata = RaggedMetadata(**{**batch.places, "max_q_len": 6, "max_kv_len": 40, **(metadata or {})})
+        arguments = {"q": batch.q, "k": batch.k, "v": batch.v, "metadata": metadata, "scale": 0.2, **changes}
         return jax.eval_shape(functools.partial(ragged_attention, **arguments))
 
     return run
@@ -69,11 +69,11 @@ def test_the_call_without_changes_is_right(call):
         ({"k": zeros(80, 0, 24), "v": zeros(80, 0, 16)}, "q has 4 heads, must be a multiple of k's 0"),
         ({"k": zeros(80, 2, 24, dtype=int)}, "k has dtype int32, must be a floating"),
         ({"v": zeros(80, 2, 16, dtype=jnp.bfloat16)}, "v has dtype bfloat16, must be k's float32"),
-        ({"q_lens": zeros(3, dtype=int)}, r"q_starts has shape \(2,\), must be \(3,\)"),
-        ({"kv_lens": zeros(3, dtype=int)}, r"kv_lens has shape \(3,\), must be \(2,\)"),
-        ({"kv_starts": zeros(2)}, "kv_starts has dtype float32, must be int32"),
-        ({"max_q_len": 0}, "max_q_len=0 must be an integer of at least 1"),
-        ({"max_kv_len": 0}, "max_kv_len=0 must be an integer of at least 1"),
+        ({"metadata": {"q_lens": zeros(3, dtype=int)}}, r"metadata.q_starts has shape \(2,\), must be \(3,\)"),
+        ({"metadata": {"kv_lens": zeros(3, dtype=int)}}, r"metadata.kv_lens has shape \(3,\), must be \(2,\)"),
+        ({"metadata": {"kv_starts": zeros(2)}}, "metadata.kv_starts has dtype float32, must be int32"),
+        ({"metadata": {"max_q_len": 0}}, "metadata.max_q_len=0 must be an integer of at least 1"),
+        ({"metadata": {"max_kv_len": 0}}, "metadata.max_kv_len=0 must be an integer of at least 1"),
         ({"scale": float("nan")}, "scale=nan must be a finite number above 0"),
         ({"scale": 0.0}, "scale=0.0 must be a finite number above 0"),
         ({"window": 0}, "window=0 must be an integer from 1 to 2147483647"),

@@ -98,10 +98,10 @@ def test_whatever_the_sizes_are_tiles_lie_within_the_rows(sizes):
 
 # Rows, groups, depth, width, blocks, and what differs in Config.
 INTERPRETED = {
-    "few rows": (13, 5, 128, 64, 3, {"columns": 64, "stages": 2}),
-    "unaligned groups": (90, 3, 192, 128, 2, {"columns": 64, "stages": 3}),
-    "two warpgroups": (200, 3, 128, 128, 2, {"tile_rows": 128, "columns": 128, "stages": 2}),
-    "a part of the columns": (40, 2, 64, 192, 3, {"columns": 128, "stages": 2}),
+    "few rows": (13, 5, 128, 64, 3, {"block_n": 64, "stages": 2}),
+    "unaligned groups": (90, 3, 192, 128, 2, {"block_n": 64, "stages": 3}),
+    "two warpgroups": (200, 3, 128, 128, 2, {"tile_rows": 128, "block_n": 128, "stages": 2}),
+    "a part of the columns": (40, 2, 64, 192, 3, {"block_n": 128, "stages": 2}),
 }
 
 
@@ -149,19 +149,19 @@ def test_interpreted(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile_rows", TILE_ROWS)
-@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("block_n", [64, 128, 256])
 @pytest.mark.parametrize(
     "num_rows, num_groups, depth, width",
     [(1, 4, 64, 256), (13, 5, 192, 320), (90, 16, 128, 448), (700, 256, 128, 256), (1000, 4, 192, 704)],
 )
-def test_on_a_gpu(num_rows, num_groups, depth, width, columns, tile_rows):
+def test_on_a_gpu(num_rows, num_groups, depth, width, block_n, tile_rows):
     """Kernels of groups without rows are NaN: they are not looked at."""
     from mla_attn.pallas_kernels.mosaic_gpu.grouped_matmul import Config, grouped_matmul
     from mla_attn.pallas_kernels.tile_list import tile_list
 
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs compute capability 9.0")
-    config = Config(tile_rows=tile_rows, columns=columns)
+    config = Config(tile_rows=tile_rows, block_n=block_n)
     for seed, kind in enumerate(KINDS):
         rng = np.random.default_rng(seed)
         sizes = random_sizes(rng, num_rows, num_groups, kind)
@@ -177,9 +177,9 @@ def test_on_a_gpu(num_rows, num_groups, depth, width, columns, tile_rows):
     "options, message",
     [
         ({"tile_rows": 32}, "tile_rows=32 must be 64 or 128"),
-        ({"columns": 192}, "columns=192 must be 64, 128 or 256"),
+        ({"block_n": 192}, "block_n=192 must be 64, 128 or 256"),
         ({"stages": 1}, "stages=1 must be 2 to"),
-        ({"tile_rows": 128, "columns": 256, "stages": 5}, "stages=5 must be 2 to 4"),
+        ({"tile_rows": 128, "block_n": 256, "stages": 5}, "stages=5 must be 2 to 4"),
     ],
 )
 def test_configs_that_there_are_not(options, message):

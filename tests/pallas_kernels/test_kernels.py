@@ -7,8 +7,9 @@ import pytest
 
 import aot
 from kernel_calls import CALLS, MIXED, NOTHING, lower, make, scanned
-from mla_attn.dispatch import H200, compiling_for
+from mla_attn.dispatch import compiling_for
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
+from mla_attn.support import H200
 
 TARGET = "custom_call @mosaic_gpu"
 QUICK = ("layers", "stacked", "decode, 128 heads")  # of layers: 16 heads

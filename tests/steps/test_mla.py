@@ -372,7 +372,11 @@ EXTEND_ERRORS = [
     ({"w_uk": jnp.zeros((HEADS, NOPE + 1, RANK))}, ValueError, r"w_uk has shape \(3, 9, 16\), must be \(3, 8, 16\)"),
     ({"w_uk": jnp.zeros((HEADS, RANK, NOPE))}, ValueError, r"w_uk has shape \(3, 16, 8\), must be \(3, 8, 16\)"),
     ({"w_uv": jnp.zeros((HEADS, VALUE, 1))}, ValueError, r"w_uv has shape \(3, 6, 1\), must be \(3, 6, 16\)"),
-    ({"spec": dataclasses.replace(SPEC, window=3)}, NotImplementedError, "extend with window=3 is not served"),
+    (
+        {"spec": dataclasses.replace(SPEC, window=3)},
+        NotImplementedError,
+        "extend with window=3 is not supported",
+    ),
 ]
 ERRORS = [
     ({"q": jnp.zeros((19, HEADS, 12))}, ValueError, r"q has shape \(19, 3, 12\), must be \(20, 3, 12\)"),

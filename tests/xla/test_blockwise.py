@@ -28,7 +28,7 @@ MAX_Q_LEN, SLOTS = 7, 48
 def test_blocks_are_those_with_visible_keys(causal, window, stride):
     """So that cost follows lengths and not the table's width, and nothing visible is left out."""
     rules = blockwise.Rules(1.0, causal, window)
-    plan = blockwise.make_plan(4, MAX_Q_LEN, 2, SLOTS, 8, parallel=False, tile=3)
+    plan = blockwise.make_plan(blockwise.CPU, batch=4, max_q_len=MAX_Q_LEN, heads=2, keys=SLOTS, block=8, tile=3)
     assert (plan.tiles, plan.blocks, plan.lanes) == (3, 6, 1)
 
     @jax.jit
@@ -78,19 +78,21 @@ def test_invariant_cuts_follow_neither_mode_nor_batch(monkeypatch, batch_invaria
         jax.eval_shape(attend, batch.q_latent, batch.q_rope, batch.pool, batch.metadata)
     tiles, blocks = ({plan[i] for plan in made} for i in range(2))
     if batch_invariant:
-        assert tiles == {1} and blocks == {blockwise.block_keys(parallel=on_gpu) for on_gpu in (False, True)}
+        assert tiles == {1} and blocks == {blockwise.CPU.block_keys, blockwise.PARALLEL.block_keys}
     else:
         assert len(tiles) > 1 and len(blocks) > 2
 
 
 def test_plans_follow_static_sizes_alone():
-    plan = functools.partial(blockwise.make_plan, 8, 4, 16, 4096, 512)
-    assert plan(parallel=False).lanes == 1
-    lanes = plan(parallel=True).lanes
-    assert lanes > 1 and lanes <= 8 * 8  # several, but no more than items: 8 requests of 8 blocks of keys
-    assert dataclasses.replace(plan(parallel=True), lanes=1) == plan(parallel=False)
+    cpu, parallel = (
+        blockwise.make_plan(config, batch=8, max_q_len=4, heads=16, keys=4096, block=512)
+        for config in (blockwise.CPU, blockwise.PARALLEL)
+    )
+    assert cpu.lanes == 1
+    assert 1 < parallel.lanes <= 8 * 8  # several, but no more than items: 8 requests of 8 blocks of keys
+    assert dataclasses.replace(parallel, lanes=1) == cpu
     for heads in (1, 3, 16, 20, 128, 1000):
-        made = blockwise.make_plan(2, 40, heads, 100, 64, parallel=True)
+        made = blockwise.make_plan(blockwise.PARALLEL, batch=2, max_q_len=40, heads=heads, keys=100, block=64)
         assert made.tile <= 40
         assert made.tile * made.tiles >= 40  # every query row has a tile,
         assert made.tile * (made.tiles - 1) < 40  # and no tile is empty

@@ -16,7 +16,6 @@ from mla_attn.bench.ops import baseline
 from mla_attn.bench.ops.problem import Expected, Problem, errors, expected, make_problem
 from mla_attn.bench.ops.shapes import Shape
 from mla_attn.bench.output import say
-from mla_attn.dispatch import current_device
 from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.specs import MLASpec
 from mla_attn.support import supports
@@ -76,7 +75,7 @@ class _Candidate:
 
 def default_implementations() -> list[str]:
     """Whatever serves an ordinary call here unasked, and the baseline."""
-    answers = supports("mla_attention", **current_device().facts)
+    answers = supports("mla_attention")
     return [name for name, refusal in answers.items() if name != "reference" and refusal is None] + [baseline.NAME]
 
 

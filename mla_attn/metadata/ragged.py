@@ -1,0 +1,32 @@
+"""What attention over packed, unpaged keys needs to know about its batch."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedMetadata:
+    """Rows of each request among packed queries and packed keys.
+
+    Request b owns query rows ``q_starts[b] : q_starts[b] + q_lens[b]`` and key rows ``kv_starts[b] : kv_starts[b] +
+    kv_lens[b]``; either may be none. The key of row ``kv_starts[b] + p`` has position p, query row j of the request
+    ``kv_lens[b] - q_lens[b] + j``.
+
+    Attributes:
+        q_starts: int32 [B], first query row of each request; ranges are disjoint and ascending.
+        q_lens: int32 [B], query rows of each request.
+        kv_starts: int32 [B], first key row of each request.
+        kv_lens: int32 [B], key rows of each request.
+        max_q_len: static bound of ``q_lens``.
+        max_kv_len: static bound of ``kv_lens``.
+    """
+
+    q_starts: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
+    kv_starts: Int[Array, "B"]
+    kv_lens: Int[Array, "B"]
+    max_q_len: int = dataclasses.field(metadata={"static": True})
+    max_kv_len: int = dataclasses.field(metadata={"static": True})

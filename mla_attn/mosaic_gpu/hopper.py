@@ -1,0 +1,19 @@
+"""What every Hopper kernel needs of a device and of JAX."""
+
+import jax
+
+from mla_attn.dispatch import Device
+
+COMPUTE_CAPABILITY = "9.0"
+_JAX = (0, 11, 2)  # the oldest release that the kernels have run on: Pallas Mosaic GPU changes with every one
+
+
+def refuses(device: Device) -> str | None:
+    """Why no kernel runs there, or None."""
+    if device.platform != "gpu" or device.compute_capability != COMPUTE_CAPABILITY:
+        capability = device.compute_capability
+        where = device.platform if capability is None else f"compute capability {capability}"
+        return f"{where}: must be an NVIDIA GPU of compute capability {COMPUTE_CAPABILITY}"
+    if jax.__version_info__ < _JAX:
+        return f"jax {jax.__version__}: must be at least {'.'.join(map(str, _JAX))}"
+    return None

@@ -1,0 +1,110 @@
+"""Attention in the expanded form: over per-head keys and values, those of a cached prefix expanded chunk by chunk."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mla_attn.cache import LatentPool, read_latent
+from mla_attn.dispatch import Order
+from mla_attn.metadata import AttentionMetadata, RaggedMetadata
+from mla_attn.ops.merge import merge_states
+from mla_attn.ops.ragged import ragged_attention
+from mla_attn.specs import MLASpec
+from mla_attn.varying import vary_together
+
+State = tuple[Float[Array, "T H V"], Float[Array, "T H"]]  # (out, lse), both float32
+
+
+def attend_fresh(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H V"],
+    metadata: AttentionMetadata,
+    spec: MLASpec,
+    *,
+    implementation: Order,
+) -> State:
+    """This call's rows over this call's keys."""
+    m = metadata
+    rows = RaggedMetadata(
+        q_starts=m.q_starts,
+        q_lens=m.q_lens,
+        kv_starts=m.q_starts,
+        kv_lens=m.q_lens,
+        max_q_len=m.max_q_len,
+        max_kv_len=m.max_q_len,
+    )
+    out, lse = ragged_attention(
+        q,
+        k,
+        v,
+        rows,
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        return_lse=True,
+        out_dtype=jnp.float32,
+        implementation=implementation,
+    )
+    return out, lse
+
+
+def add_prefix(
+    state: State,
+    q: Float[Array, "T H D"],
+    w_uk: Float[Array, "H N R"],
+    w_uv: Float[Array, "H V R"],
+    pool: LatentPool,
+    metadata: AttentionMetadata,
+    spec: MLASpec,
+    *,
+    layer: int | Int[Array, ""],
+    chunk_size: int,
+    implementation: Order,
+) -> State:
+    """``state`` with the keys cached before this call: those of the table at positions from ``kv_offsets`` on.
+
+    ``chunk_size`` cached rows of each request are read, expanded, attended to, and merged at a time.
+    """
+    m, batch = metadata, metadata.q_lens.shape[0]
+    cached = jnp.maximum(m.kv_lens - m.q_lens - m.kv_offsets, 0)
+    chunk = min(chunk_size, m.page_table.shape[1] * pool.page_size)
+    starts = jnp.arange(batch, dtype=jnp.int32) * chunk
+
+    def add_chunk(i, state):
+        begin = jnp.full(batch, i * chunk, jnp.int32)
+        keys, values = _expand(*read_latent(pool, m.page_table, begin, chunk, layer=layer), w_uk, w_uv, q.dtype)
+        rows = RaggedMetadata(
+            q_starts=m.q_starts,
+            q_lens=m.q_lens,
+            kv_starts=starts,
+            kv_lens=jnp.clip(cached - begin, 0, chunk),
+            max_q_len=m.max_q_len,
+            max_kv_len=chunk,
+        )
+        out, lse = ragged_attention(
+            q,
+            keys.reshape(batch * chunk, *keys.shape[2:]),
+            values.reshape(batch * chunk, *values.shape[2:]),
+            rows,
+            scale=spec.scale,
+            causal=False,
+            soft_cap=spec.soft_cap,
+            return_lse=True,
+            out_dtype=jnp.float32,
+            implementation=implementation,
+        )
+        return merge_states([state[0], out], [state[1], lse])
+
+    chunks = -(-jnp.max(cached, initial=0) // chunk)
+    return jax.lax.fori_loop(0, chunks, add_chunk, vary_together(state, like=(w_uk, w_uv, pool, metadata, layer)))
+
+
+def _expand(latent, rope, w_uk, w_uv, dtype):
+    """Cached rows [B, n, R], [B, n, E] to keys [B, n, H, D], values [B, n, H, V] (arXiv:2405.04434, eq. 10 to 12)."""
+    latent, rope = latent.astype(dtype), rope.astype(dtype)
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    nope = jnp.einsum("bnr,hdr->bnhd", latent, w_uk.astype(dtype), precision=precision)
+    values = jnp.einsum("bnr,hvr->bnhv", latent, w_uv.astype(dtype), precision=precision)
+    rope = jnp.broadcast_to(rope[:, :, None], (*nope.shape[:3], rope.shape[-1]))
+    return jnp.concatenate([nope, rope], axis=-1), values

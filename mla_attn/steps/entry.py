@@ -1,0 +1,42 @@
+"""What makes a function a step that users call."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from mla_attn.dispatch import requested
+
+
+class EntryPoint:
+    """A jitted step whose ``implementation`` is settled at every call: ``MLA_ATTN_IMPLEMENTATION`` holds as it is then.
+
+    What JAX caches knows nothing of the environment. The pool is donated; ``trace`` and ``lower`` are those of
+    ``jax.jit``.
+    """
+
+    def __init__(self, step: Callable[..., Any], static: tuple[str, ...]):
+        functools.update_wrapper(self, step)
+        self._static = static
+        self._program = jax.jit(step, static_argnames=("implementation", *static), donate_argnames="pool")
+
+    def __call__(self, *args, implementation=None, **kwargs):
+        return self._program(*args, **self._settled(kwargs, implementation))
+
+    def trace(self, *args, implementation=None, **kwargs) -> jax.stages.Traced:
+        return self._program.trace(*args, **self._settled(kwargs, implementation))
+
+    def lower(self, *args, implementation=None, **kwargs) -> jax.stages.Lowered:
+        return self._program.lower(*args, **self._settled(kwargs, implementation))
+
+    def _settled(self, kwargs: dict[str, Any], implementation) -> dict[str, Any]:
+        for name in self._static:
+            if isinstance(kwargs.get(name), jax.Array):
+                raise ValueError(f"{name}={kwargs[name]!r} must be static, not an array")
+        return {**kwargs, "implementation": requested(implementation)}
+
+
+def entry_point(*static: str) -> Callable[[Callable[..., Any]], EntryPoint]:
+    """Decorator: a step with the arguments ``static``, and ``implementation``, static."""
+    return lambda step: EntryPoint(step, static)
