@@ -26,10 +26,12 @@ def supports(call, device: Device) -> str | None:
     if (reason := hopper.refuses(device)) is not None:
         return reason
     spec, latent = call.spec, (call.spec.kv_lora_rank, call.spec.qk_rope_head_dim)
-    if call.dtype != jnp.bfloat16:
-        return f"a {call.dtype} pool: must be bfloat16"
+    if call.format.name != "bfloat16":
+        return f"a {call.format.name} pool: must be bfloat16"
     if latent not in _LATENTS:
         return f"latent {latent[0]} + {latent[1]}: must be {', '.join(f'{r} + {e}' for r, e in _LATENTS)}"
+    if (call.row_width, call.rope_offset) != (sum(latent), latent[0]):
+        return f"rows of {call.row_width} with rope at {call.rope_offset}: must be {sum(latent)}, rope at {latent[0]}"
     if spec.window is not None:
         return f"window={spec.window}: must be None"
     if spec.soft_cap is not None:

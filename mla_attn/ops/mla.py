@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool
+from mla_attn.cache.formats import RowFormat
 from mla_attn.checks import check_integer, check_out_dtype, check_shape, check_type
 from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
@@ -24,7 +25,9 @@ class MLACall:
 
     spec: MLASpec
     page_size: int
-    dtype: np.dtype
+    format: RowFormat
+    row_width: int
+    rope_offset: int
     max_q_len: int
     causal: bool
     tree: bool
@@ -52,7 +55,9 @@ class MLACall:
         return cls(
             spec=spec,
             page_size=pool.page_size,
-            dtype=pool.dtype,
+            format=pool.format,
+            row_width=pool.row_width,
+            rope_offset=pool.rope_offset,
             max_q_len=max_q_len,
             causal=causal,
             tree=tree,

@@ -11,11 +11,14 @@ from flax import nnx
 import helpers
 from checkpoints import small_config
 from kernel_calls import make
+from mla_attn.cache import LatentPool
 from mla_attn.dispatch import compiling_for
 from mla_attn.models import DeepseekForCausalLM
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.ops import plan_mla
+from mla_attn.ops.mla import MLACall
 from mla_attn.passes import Passes, Shapes
+from mla_attn.specs import MLASpec
 from mla_attn.support import H200
 
 
@@ -127,6 +130,16 @@ def test_no_plan_for_what_is_not_supported():
     batch = helpers.poisoned_batch(0, kv_lens=[5], q_lens=[1], dtype=jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: cpu"):
         plan_mla(batch.metadata, batch.pool, batch.spec, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("width, rope_offset, right", [(576, 512, True), (640, 512, False), (640, 576, False)])
+def test_rows_that_kernels_read_elsewhere_are_refused(width, rope_offset, right):
+    """Kernels take the rope part from right after the latent part, and rows without a gap."""
+    array = jax.ShapeDtypeStruct((4, 64, width), jnp.bfloat16)
+    pool = jax.eval_shape(lambda a: LatentPool.of(a, kv_lora_rank=512, rope_dim=64, rope_offset=rope_offset), array)
+    spec = MLASpec(num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, scale=0.1)
+    reason = mosaic_gpu.supports(MLACall.of(pool, spec), H200)
+    assert reason == (None if right else f"rows of {width} with rope at {rope_offset}: must be 576, rope at 512")
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])
