@@ -316,6 +316,16 @@ def replaced(pools, data):
     return jax.tree.map(lambda old: jnp.asarray(data).reshape(old.shape), pools)
 
 
+def scopes_in(jaxpr):
+    """The named scopes of all operations, those of inner programs included."""
+    for equation in jaxpr.eqns:
+        yield str(equation.source_info.name_stack)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from scopes_in(inner)
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "absorbed", "rows"),
     [
@@ -339,7 +349,7 @@ def test_every_layer_of_a_pass_runs_its_step(name, layers, absorbed, rows):
     for equation in found:
         shapes = [v.aval.shape for v in equation.invars]
         assert recording.pools[GROUP].data.shape in shapes
-        scopes = " ".join(str(inner.source_info.name_stack) for inner in equation.params["jaxpr"].jaxpr.eqns)
+        scopes = " ".join(scopes_in(equation.params["jaxpr"].jaxpr))
         assert ("mla_attention" in scopes) == absorbed
         assert ("ragged_attention" in scopes) == (not absorbed)
         assert ((rows, 4, 512) in shapes) == absorbed  # queries as wide as the latent
