@@ -1,5 +1,6 @@
 """What each implementation says of a call, and of a list of them: the table in README and ``mla-attn supports``."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,11 +15,20 @@ CPU, A100, H200 = Device("cpu"), Device("gpu", "8.0", 108), Device("gpu", "9.0",
 _DEEPSEEK = {"num_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": 0.1}
 
 
-def _mla_call(*, page_size=64, dtype="bfloat16", max_q_len=1, causal=True, tree=False, batch_invariant=False, **spec):
+def _mla_call(
+    *, page_size=64, dtype="bfloat16", row_width=None, rope_offset=None, max_q_len=1, causal=True, tree=False,
+    batch_invariant=False, **spec,
+):  # fmt: skip
     spec, dtype = MLASpec(**{**_DEEPSEEK, **spec}), check_dtype("dtype", dtype)
     pool = jax.eval_shape(
         lambda: LatentPool.create(num_layers=1, num_pages=1, page_size=page_size, spec=spec, dtype=dtype)
     )
+    if row_width is not None or rope_offset is not None:
+        rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+        offset = check_integer("rope_offset", rank if rope_offset is None else rope_offset, rank)
+        width = check_integer("row_width", offset + rope if row_width is None else row_width, offset + rope)
+        data = jax.ShapeDtypeStruct((1, page_size, width), pool.data.dtype)
+        pool = dataclasses.replace(pool, data=data, rope_offset=offset)
     return mla.MLACall.of(pool, spec, max_q_len=max_q_len, causal=causal, tree=tree, batch_invariant=batch_invariant)
 
 
@@ -63,6 +73,7 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
         "H200: page size 1": (H200, {"page_size": 1}),
         "H200: page size 16": (H200, {"page_size": 16}),
         "H200: page size 544": (H200, {"page_size": 544}),
+        "H200: rows of 640": (H200, {"row_width": 640}),
         "H200: latent 256 + 64": (H200, {"kv_lora_rank": 256}),
         "H200: latent 512 + 0": (H200, {"qk_rope_head_dim": 0}),
         "H200: latent 128 + 64": (H200, {"kv_lora_rank": 128}),
@@ -97,10 +108,10 @@ def supports(
             answers.
         compute_capability: of an NVIDIA GPU, "9.0" for Hopper.
         facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
-            ``page_size``, ``dtype`` of the pool, ``max_q_len``, ``causal``, ``tree`` (whether there is a
-            ``tree_mask``), ``batch_invariant``, and the fields of ``MLASpec``. For ``ragged_attention`` (DeepSeek's
-            prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``, ``dtype``. For ``grouped_matmul`` (DeepSeek's
-            experts): ``depth``, ``width``, ``dtype``.
+            ``page_size``, ``dtype``, ``row_width`` and ``rope_offset`` of the pool, ``max_q_len``, ``causal``, ``tree``
+            (whether there is a ``tree_mask``), ``batch_invariant``, and the fields of ``MLASpec``. For
+            ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``, ``dtype``. For
+            ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
 
     Raises:
         ValueError: an op, a platform or a fact that does not exist, or a value that no call may have.

@@ -42,6 +42,8 @@ def test_supports_answers_for_any_call():
         ({**hopper, "compute_capability": "10.0"}, "compute capability 10.0"),
         ({**hopper, "dtype": "float32"}, "float32"),
         ({**hopper, "kv_lora_rank": 384}, "384 + 64"),
+        ({**hopper, "row_width": 640, "rope_offset": 520}, "rope_offset=520: must be a multiple of 64"),
+        ({**hopper, "row_width": 580}, "pool rows of 580 elements: must be a multiple of 8"),
         ({**hopper, "window": 128}, "window=128"),
         ({**hopper, "soft_cap": 3.0}, "soft_cap=3.0"),
         ({**hopper, "scale": 1e-4}, "scale=0.0001"),

@@ -8,10 +8,12 @@ from mla_attn.dispatch import Device, current_device
 from mla_attn.metadata import row_owners
 from mla_attn.mosaic_gpu import hopper
 from mla_attn.pallas_kernels.tree_words import tree_words
-from mla_attn.pallas_kernels.work_list import GROUP_ROWS, TILE, Plan, sound_requests, work_list
+from mla_attn.pallas_kernels.work_list import TILE, TILE_ROWS, Plan, sound_requests, work_list
 
 _HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
+_ROW_ELEMENTS = 8  # copies begin at multiples of 16 bytes
+_CHANNELS = 64  # of a copy: what a swizzle of 128 bytes spans
 # Masked scores are MASKED; times the scale they must stay below START, the running maximum of a row without visible
 # keys. This bounds the scale from below.
 _LEAST_SCALE = 1e-3
@@ -30,8 +32,10 @@ def supports(call, device: Device) -> str | None:
         return f"a {call.format.name} pool: must be bfloat16"
     if latent not in _LATENTS:
         return f"latent {latent[0]} + {latent[1]}: must be {', '.join(f'{r} + {e}' for r, e in _LATENTS)}"
-    if (call.row_width, call.rope_offset) != (sum(latent), latent[0]):
-        return f"rows of {call.row_width} with rope at {call.rope_offset}: must be {sum(latent)}, rope at {latent[0]}"
+    if call.row_width % _ROW_ELEMENTS:
+        return f"pool rows of {call.row_width} elements: must be a multiple of {_ROW_ELEMENTS}"
+    if spec.qk_rope_head_dim and call.rope_offset % _CHANNELS:
+        return f"rope_offset={call.rope_offset}: must be a multiple of {_CHANNELS}"
     if spec.window is not None:
         return f"window={spec.window}: must be None"
     if spec.soft_cap is not None:
@@ -65,8 +69,8 @@ def choose_kernel(rows: int, *, key_tiles: int, cores: int, batch_invariant: boo
         if key_tiles <= cores and rows <= _STREAM_ROWS_OF_FEW_KEYS:
             return "mla_stream", _TRANSPOSED_ROWS
         if rows <= _STREAM_ROWS:
-            return "mla_stream", GROUP_ROWS
-    return "mla_decode", GROUP_ROWS
+            return "mla_stream", TILE_ROWS
+    return "mla_decode", TILE_ROWS
 
 
 def plan_mla(metadata, pool, spec, *, causal, batch_invariant, out_dtype):
@@ -78,15 +82,15 @@ def plan_mla(metadata, pool, spec, *, causal, batch_invariant, out_dtype):
 def _launch(metadata, pool, spec, *, causal, batch_invariant, out_dtype) -> Launch:
     heads, requests, cores = _padded(spec.num_heads), metadata.q_lens.shape[0], current_device().cores
     max_tiles = -(-metadata.page_table.shape[1] * pool.page_size // TILE)
-    kernel, group_rows = choose_kernel(
+    kernel, tile_rows = choose_kernel(
         heads * metadata.max_q_len, key_tiles=requests * max_tiles, cores=cores, batch_invariant=batch_invariant
     )
     plan = Plan(
         num_requests=requests,
         num_rows=metadata.slots.shape[0] * heads,
         heads=heads,
-        group_rows=group_rows,
-        lanes=cores,
+        tile_rows=tile_rows,
+        blocks=cores,
         max_tiles=max_tiles,
         combine_all=out_dtype != jnp.bfloat16,  # only what the combine writes was not rounded to bfloat16 before
         invariant=batch_invariant,
@@ -118,6 +122,7 @@ def mla_attention(q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, c
         scale=spec.scale,
         max_q_len=m.max_q_len,
         num_pages=pool.num_pages,
+        rope_offset=pool.rope_offset,
         causal=causal,
         kv_stride=m.kv_stride,
         page_stride=pool.page_stride,
@@ -149,4 +154,4 @@ def _tree_words(tree_mask, m, plan):
     sound = sound_requests(m.q_starts, m.q_lens, num_tokens=tokens, max_q_len=m.max_q_len)
     owner, _ = row_owners(m.q_starts, jnp.where(sound, m.q_lens, 0), tokens)
     row = jnp.clip(jnp.arange(tokens, dtype=jnp.int32) - m.q_starts[owner], 0, m.max_q_len - 1)
-    return tree_words(tree_mask, owner, row, heads=plan.heads, extra_rows=plan.group_rows)
+    return tree_words(tree_mask, owner, row, heads=plan.heads, extra_rows=plan.tile_rows)

@@ -1,4 +1,4 @@
-"""Joins the partial results of split groups, in place."""
+"""Joins the partial results of KV splits, in place."""
 
 import functools
 import math
@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from mla_attn.pallas_kernels.work_list import SPLIT, Plan
+from mla_attn.pallas_kernels.work_list import COMBINED, Plan
 
-_BATCH, _TAILS = 16, (2, 4, 8, 16)  # pieces whose loads are in flight at a time; of the last batch no more than needed
+# KV splits whose loads are in flight at a time; of the last batch the fewest that do.
+_BATCH, _TAILS = 16, (2, 4, 8, 16)
 _INVARIANT_BATCH = 4
 _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 
@@ -21,108 +22,29 @@ _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def combine(
     work: Int32[Array, "size"],
-    partial: Float32[Array, "partials group_rows R"],
-    partial_lse: Float32[Array, "partials group_rows"],
+    partial: Float32[Array, "partials tile_rows R"],
+    partial_lse: Float32[Array, "partials tile_rows"],
     out: Float[Array, "rows R"],
     lse: Float32[Array, "rows"],
     *,
     plan: Plan,
     interpret: Any = False,
 ) -> tuple[Float[Array, "rows R"], Float32[Array, "rows"]]:
-    """``(out, lse)`` with the rows of split groups filled in: ``sum_i 2**(lse_i - lse) out_i``, pieces in key order.
+    """``(out, lse)`` with the combined rows filled in: ``sum_i 2**(lse_i - lse) out_i``, KV splits in key order.
 
     Args:
-        work: of ``schedule.work_list`` for ``plan``.
-        partial: normalised results of the pieces; anything finite where a piece's rows see no key.
+        work: of ``work_list`` for ``plan``.
+        partial: normalised results of the KV splits; anything finite where a row sees no key of one.
         partial_lse: their log2-sum-exp; -inf there.
         out, lse: results, ``lse`` with the natural logarithm.
         interpret: ``plgpu.InterpretGPUParams()`` runs it without a GPU.
     """
-    rank, group_rows = out.shape[1], partial.shape[1]
-    blocks = (8 if plan.invariant else 4) * plan.lanes  # as many as a multiprocessor has registers for
-    parts = 2 if plan.num_rows < blocks and rank % 256 == 0 else 1  # of the columns: few rows keep few blocks busy
-    columns = rank // parts
-    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // 128)
-
-    def body(work, partial, partial_lse, out, lse):
-        def read(unit):
-            """The split that a unit, a part of a row, belongs to; rows are 0 where there is none."""
-            split = lax.min(lax.div(unit, group_rows * parts), plan.num_splits - 1)
-            return tuple(work[plan.splits_at + split * len(SPLIT) + n] for n in range(len(SPLIT)))
-
-        def join(split, row, part):
-            place = pl.ds(part * columns, columns)
-
-            def load(first, count, *, whole):
-                """Log2-sum-exps and results of pieces; those after the split's last are it once more, at -inf."""
-                if whole:
-                    window = pl.ds(split["partial"] + first, count)
-                    at, values, lses = range(count), partial.at[window], partial_lse.at[window]
-                    lses = [lses[n, row] for n in at]
-                else:
-                    at = [split["partial"] + lax.min(first + n, split["pieces"] - 1) for n in range(count)]
-                    values = partial
-                    lses = [
-                        jnp.where(first + n < split["pieces"], partial_lse[a, row], -jnp.inf) for n, a in enumerate(at)
-                    ]
-                return lses, [plgpu.load(values.at[a, row, place], layout=layout, optimized=False) for a in at]
-
-            def add(carry, first, count, *, whole=False):
-                acc, total, top = carry
-                lses, values = load(first, count, whole=whole)
-                higher = functools.reduce(lax.max, lses, top)
-                scale = jnp.exp2(top - higher)
-                acc, total = acc * scale, total * scale
-                for x, value in zip(lses, values, strict=True):
-                    weight = jnp.exp2(x - higher)
-                    acc, total = acc + value * weight, total + weight
-                return acc, total, higher
-
-            def add_all(carry):
-                if plan.invariant:  # how many pieces follow must not change how the first are added
-                    steps = lax.div(split["pieces"] + (_INVARIANT_BATCH - 1), _INVARIANT_BATCH)
-                    return lax.fori_loop(0, steps, lambda i, c: add(c, i * _INVARIANT_BATCH, _INVARIANT_BATCH), carry)
-                steps = lax.div(split["pieces"], _BATCH)
-                carry = lax.fori_loop(0, steps, lambda i, c: add(c, i * _BATCH, _BATCH, whole=True), carry)
-                first, below = steps * _BATCH, 0
-                for tail in _TAILS:
-                    left = split["pieces"] - first
-                    once = ((left > below) & (left <= tail)).astype(jnp.int32)
-                    carry = lax.fori_loop(0, once, lambda _, c, tail=tail: add(c, first, tail), carry)
-                    below = tail
-                return carry
-
-            zeros = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
-            acc, total, top = add_all((zeros, jnp.float32(0), jnp.float32(_NO_KEY)))
-            seen = total > 0
-            result = acc * jnp.where(seen, 1.0 / total, 0.0)
-            out.at[split["row"] + row, place][...] = result.astype(out.dtype)
-
-            @pl.when(part == 0)
-            def _():
-                lse[split["row"] + row] = jnp.where(seen, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
-
-        def turn(i, record):
-            """A unit, while the record of the next is on its way."""
-            unit = lax.axis_index("block") + i * blocks
-            following = read(unit + blocks)
-            split = dict(zip(SPLIT, record, strict=True))
-            part, row = lax.rem(unit, parts), lax.rem(lax.div(unit, parts), group_rows)
-            there = (row < split["rows"]) & (unit < plan.num_splits * group_rows * parts)
-            pl.when(there)(lambda: join(split, row, part))
-            return following
-
-        # The first turn is taken in any case: its record is read beside the count, and not after it.
-        first = lax.axis_index("block")
-        units = lax.max(work[1] * (group_rows * parts) - first, 0)
-        turns = lax.max(lax.div(units + (blocks - 1), blocks), 1)
-        lax.fori_loop(0, turns, turn, read(first))
-
+    body = _Body(plan, rank=out.shape[1], tile_rows=partial.shape[1])
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         body,
         out_type=(),
-        grid=(blocks,),
+        grid=(body.blocks,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),  # nothing is shared
         kernel_name="mla_combine",
@@ -131,3 +53,92 @@ def combine(
     # Where the results are stacked, XLA (jaxlib 0.11.2) would let this kernel write them straight into their slice of
     # the stack, and lose what was already there in place.
     return lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))
+
+
+class _Body:
+    """A thread block takes every ``blocks``-th *unit*: a part of the columns of a row."""
+
+    def __init__(self, plan: Plan, *, rank: int, tile_rows: int):
+        self.plan, self.tile_rows = plan, tile_rows
+        self.blocks = (8 if plan.invariant else 4) * plan.blocks  # as many as a multiprocessor has registers for
+        self.parts = 2 if plan.num_rows < self.blocks and rank % 256 == 0 else 1  # few rows keep few blocks busy
+        self.columns = rank // self.parts
+        self.layout = plgpu.Layout.WG_STRIDED((self.columns,), vec_size=self.columns // 128)
+
+    def __call__(self, work, partial, partial_lse, out, lse):
+        self.work, self.partial, self.partial_lse, self.out, self.lse = work, partial, partial_lse, out, lse
+        # The first turn is taken in any case: its record is read beside the count, and not after it.
+        first = lax.axis_index("block")
+        units = lax.max(work[1] * (self.tile_rows * self.parts) - first, 0)
+        turns = lax.max(lax.div(units + (self.blocks - 1), self.blocks), 1)
+        lax.fori_loop(0, turns, self._turn, self._read(first))
+
+    def _read(self, unit) -> tuple:
+        """The record of the row tile that a unit belongs to; its rows are 0 where there is none."""
+        index = lax.min(lax.div(unit, self.tile_rows * self.parts), self.plan.num_combined - 1)
+        return tuple(self.work[self.plan.combined_at + index * len(COMBINED) + n] for n in range(len(COMBINED)))
+
+    def _turn(self, i, record):
+        """A unit, while the record of the next is on its way."""
+        unit = lax.axis_index("block") + i * self.blocks
+        following = self._read(unit + self.blocks)
+        tile = dict(zip(COMBINED, record, strict=True))
+        part, row = lax.rem(unit, self.parts), lax.rem(lax.div(unit, self.parts), self.tile_rows)
+        there = (row < tile["rows"]) & (unit < self.plan.num_combined * self.tile_rows * self.parts)
+        pl.when(there)(lambda: self._join(tile, row, part))
+        return following
+
+    def _join(self, tile, row, part) -> None:
+        """Writes one unit."""
+        columns = pl.ds(part * self.columns, self.columns)
+        zeros = plgpu.layout_cast(jnp.zeros((self.columns,), jnp.float32), self.layout)
+        acc, l, m = self._add_all(tile, row, columns, (zeros, jnp.float32(0), jnp.float32(_NO_KEY)))
+        seen = l != 0  # NaN is not empty
+        result = acc * jnp.where(seen, 1.0 / l, 0.0)
+        self.out.at[tile["row"] + row, columns][...] = result.astype(self.out.dtype)
+
+        @pl.when(part == 0)
+        def _():
+            self.lse[tile["row"] + row] = jnp.where(seen, (m + jnp.log2(l)) * math.log(2), -jnp.inf)
+
+    def _add_all(self, tile, row, columns, carry):
+        add = functools.partial(self._add, tile, row, columns)
+        if self.plan.invariant:  # how many KV splits follow must not change how the first are added
+            steps = lax.div(tile["splits"] + (_INVARIANT_BATCH - 1), _INVARIANT_BATCH)
+            return lax.fori_loop(0, steps, lambda i, c: add(c, i * _INVARIANT_BATCH, _INVARIANT_BATCH), carry)
+        steps = lax.div(tile["splits"], _BATCH)
+        carry = lax.fori_loop(0, steps, lambda i, c: add(c, i * _BATCH, _BATCH, whole=True), carry)
+        first, below = steps * _BATCH, 0
+        for tail in _TAILS:
+            left = tile["splits"] - first
+            once = ((left > below) & (left <= tail)).astype(jnp.int32)
+            carry = lax.fori_loop(0, once, lambda _, c, tail=tail: add(c, first, tail), carry)
+            below = tail
+        return carry
+
+    def _add(self, tile, row, columns, carry, first, count, *, whole=False):
+        """Output, sum and maximum (log2) so far, with ``count`` more KV splits."""
+        acc, l, m = carry
+        lses, values = self._load(tile, row, columns, first, count, whole=whole)
+        higher = functools.reduce(lax.max, lses, m)
+        alpha = jnp.exp2(m - higher)
+        acc, l = acc * alpha, l * alpha
+        for lse, value in zip(lses, values, strict=True):
+            weight = jnp.exp2(lse - higher)
+            acc, l = acc + value * weight, l + weight
+        return acc, l, higher
+
+    def _load(self, tile, row, columns, first, count, *, whole):
+        """Log2-sum-exps and outputs of ``count`` KV splits.
+
+        Unless ``whole``, indices past the last one repeat it with weight 0 (a log-sum-exp of -inf).
+        """
+        if whole:
+            window = pl.ds(tile["partial"] + first, count)
+            at, values, lses = range(count), self.partial.at[window], self.partial_lse.at[window]
+            lses = [lses[n, row] for n in at]
+        else:
+            at = [tile["partial"] + lax.min(first + n, tile["splits"] - 1) for n in range(count)]
+            values = self.partial
+            lses = [jnp.where(first + n < tile["splits"], self.partial_lse[a, row], -jnp.inf) for n, a in enumerate(at)]
+        return lses, [plgpu.load(values.at[a, row, columns], layout=self.layout, optimized=False) for a in at]

@@ -16,14 +16,15 @@ which is dead by then:
     O = O exp(m0 - m1) + P1 V1   <-- P1 ----         O = O exp(m0 - m1) + P1 V1  (registers)
     S0 = Q K0 of the next pair                       S1 = Q K1 of the next pair
 
-So warpgroup 1 runs about a third of a pair behind, and either one's softmax takes place beside products of the other;
-every part of a tile is let go of once it is added, to be replaced while the other tile is added. Queries are given back
-before an item's last pair, and its results leave through the sides, 64 channels at a time, while the next item loads.
+So warpgroup 1 runs about a third of a pair behind, and either one's softmax takes place beside products of the other.
+Each buffer is released as soon as its last product is issued, so that the loader refills it during the products of the
+other tile. The query buffer is released before an item's last pair of tiles; the output is staged through the rope
+buffers, 64 channels at a time, while the next item's queries load.
 
-The running maximum stays as it is while it grows by less than ``lazy`` (in log2), so that most rescaling is skipped:
-the sums cancel it exactly, and P stays below 2**lazy.
+The running maximum stays as it is while it grows by less than ``rescale_threshold`` (in log2), so that most rescaling
+is skipped: the sums cancel it exactly, and P stays below 2**rescale_threshold.
 
-Shared memory for 512 + 64 channels: queries 72 KB, two tiles 144 KB, statistics 1 KB; 217 KB of 227.
+Shared memory: queries, two tiles, statistics.
 
 Roofline: a key takes 2 * (2 R + E) FLOP a row and 2 * (R + E) bytes. At 790 TFLOP/s and 4.46 TB/s, 128 requests of 4096
 keys with 128 rows each take 185 us of products and 135 us of reads.
@@ -42,9 +43,9 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from mla_attn.pallas_kernels.mosaic_gpu.mla_block import START, Block, Call, attend, opaque_zero
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import ROW, fence_proxy, scale_rows, sync_warpgroup, zeros
-from mla_attn.pallas_kernels.work_list import GROUP_ROWS, TILE, Plan
+from mla_attn.pallas_kernels.work_list import TILE, TILE_ROWS, Plan
 
-BLOCK_ROWS = GROUP_ROWS  # of a thread block: M of wgmma
+BLOCK_ROWS = TILE_ROWS  # of a thread block: M of wgmma
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +53,14 @@ class Config:
     """How the kernel runs; results are the same up to rounding.
 
     Attributes:
-        lazy: log2 by which the maximum may grow before sums are rescaled; 0 rescales at every growth.
+        rescale_threshold: log2 by which the maximum may grow before sums are rescaled; 0 rescales at every growth.
     """
 
-    lazy: float = 8.0
+    rescale_threshold: float = 8.0
 
     def __post_init__(self):
-        if not 0 <= self.lazy <= 16:
-            raise ValueError(f"lazy={self.lazy} must be 0 to 16: probabilities grow up to 2**lazy")
+        if not 0 <= self.rescale_threshold <= 16:
+            raise ValueError(f"rescale_threshold={self.rescale_threshold} must be 0 to 16: log2 of the largest P")
 
 
 @functools.partial(jax.jit, static_argnames=("call", "plan", "config"))  # all layers share one lowering
@@ -78,29 +79,30 @@ def mla_decode(
 ) -> tuple[
     BFloat16[Array, "rows R"],
     Float32[Array, "rows"],
-    Float32[Array, "partials group_rows R"],
-    Float32[Array, "partials group_rows"],
+    Float32[Array, "partials tile_rows R"],
+    Float32[Array, "partials tile_rows"],
 ]:
     """``(out, lse)``, ``lse`` a natural log, and partial results with their log2-sum-exp for what the combine joins.
 
     Args:
         q_latent: packed rows (token, head).
         q_rope: their rope part; None where E is 0.
-        pages: the pool, all layers, pages of any size.
+        pages: the pool, all layers, pages of any size; in a row the latent part, and from ``call.rope_offset`` on the
+            rope part.
         page_table: ids within a layer; whatever they are, nothing outside ``pages`` is read.
         layer: layer of the pool.
-        work: of ``schedule.work_list`` for ``plan``.
+        work: of ``work_list`` for ``plan``.
         tree: bit c % 32 of ``tree[c // 32, row]`` says whether the row sees key c of ``call.tree_keys``, as in a tree
-            mask; ``plan.group_rows`` rows of anything follow the last. None without a tree.
+            mask; ``plan.tile_rows`` rows of anything follow the last. None without a tree.
         call: what scores are made of, and where pages lie.
         plan: that ``work`` was made for.
         config: how the kernel runs.
 
     Raises:
-        ValueError: ``plan.group_rows`` is not 64.
+        ValueError: ``plan.tile_rows`` is not 64.
     """
-    if plan.group_rows != BLOCK_ROWS:
-        raise ValueError(f"plan.group_rows={plan.group_rows} must be {BLOCK_ROWS}")
+    if plan.tile_rows != BLOCK_ROWS:
+        raise ValueError(f"plan.tile_rows={plan.tile_rows} must be {BLOCK_ROWS}")
     rope = 0 if q_rope is None else q_rope.shape[1]
     body = _Body(call, plan, config, rank=q_latent.shape[1], rope=rope, page=pages.shape[1])
     arrays = (q_latent, q_rope, pages, page_table, layer, work, tree)
@@ -108,7 +110,7 @@ def mla_decode(
 
 
 # (tile, part) of a pair in the order of their copies: as each tile's scores take them. NOTES.md tells of other orders.
-_ORDER = ((0, "left"), (0, "right"), (0, "side"), (1, "right"), (1, "left"), (1, "side"))
+_ORDER = ((0, "left"), (0, "right"), (0, "rope"), (1, "right"), (1, "left"), (1, "rope"))
 
 
 class _Body(Block):
@@ -122,7 +124,7 @@ class _Body(Block):
         two = plgpu.Barrier(num_barriers=2)
         return {
             **self.queries(),
-            **self.ring(),
+            **self.buffer(),
             "stats": plgpu.SMEM((4, BLOCK_ROWS), jnp.float32),  # the maxima, then the sums, of either warpgroup
             "max_ready": two,
             "p_ready": two,
@@ -169,8 +171,8 @@ class _Consumer:
     them. With one query token and no tree, keys that a row must not see are in the last pair alone, so that only that
     one is masked.
 
-    A half of a tile is read as keys by the tile's warpgroup, then as values by the half's. The latter alone gives it
-    back, and before clears it of unused rows: it has waited for what the tile's warpgroup made of the keys.
+    A half of a tile is read as keys by the tile's warpgroup, then as values by the half's. The latter alone releases
+    it, and before clears it of unused rows: it has waited for what the tile's warpgroup made of the keys.
     """
 
     number: int  # of the warpgroup, and of its tile in a pair
@@ -201,7 +203,7 @@ class _Consumer:
         o, m, sums = self.step(body.pairs - 1, carry, last=True)
         following = body.read_item(turn + 1)  # on its way while this item ends
         self._finish(o, m, sums)
-        self.release("side", 1 - self.number)  # not given back in the last pair: results leave through it
+        self.release("rope", 1 - self.number)  # not released in the last pair: results are staged in it
         return following
 
     def run_products(self, products, carry, *, last: bool):
@@ -227,7 +229,7 @@ class _Consumer:
         """Adds the products of ``part`` of this warpgroup's tile, once it is there."""
         body, smem = self.body, self.smem
         plgpu.barrier_wait(smem["full"][part].at[self.number])
-        if part == "side":
+        if part == "rope":
             if not body.rope:
                 return
             q = smem["queries_rope"].at[zero]
@@ -240,27 +242,31 @@ class _Consumer:
     def raised(self, m, scores):
         """The running maximum (log2) after ``scores``."""
         top = scores.max(axis=1) * self.body.log2_scale
-        return jnp.where(top > m + self.config.lazy, top, m) if self.config.lazy else jnp.maximum(m, top)
+        return (
+            jnp.where(top > m + self.config.rescale_threshold, top, m)
+            if self.config.rescale_threshold
+            else jnp.maximum(m, top)
+        )
 
     def probabilities(self, scores, m):
         return jnp.exp2(scores * self.body.log2_scale - self.body.spread(m, scores.shape))
 
     def rescaled(self, o, factors):
-        return scale_rows(o, factors) if self.config.lazy else o * self.body.spread(factors, o.shape)
+        return scale_rows(o, factors) if self.config.rescale_threshold else o * self.body.spread(factors, o.shape)
 
     def release(self, part: str, at: int) -> None:
         plgpu.barrier_arrive(self.smem["empty"][part].at[at])
 
     def publish_p(self, p) -> None:
-        sync_warpgroup(6 + self.number)  # every warp is done with the scores: P takes the place of the tile's rope part
-        self.smem["side"].at[self.number][...] = p
+        sync_warpgroup(6 + self.number)  # every warp is done with the scores: P overwrites the tile's rope part
+        self.smem["rope"].at[self.number][...] = p
         fence_proxy()
         plgpu.barrier_arrive(self.smem["p_ready"].at[self.number])
 
     def other_p(self, zero):
         """Of the other tile, in shared memory, once it is there."""
         plgpu.barrier_wait(self.smem["p_ready"].at[1 - self.number])
-        return self.smem["side"].at[1 - self.number + zero, :, pl.ds(0, TILE)]
+        return self.smem["rope"].at[1 - self.number + zero, :, pl.ds(0, TILE)]
 
     def publish_max(self, m) -> None:
         self.smem["stats"].at[self.number][...] = m
@@ -276,7 +282,7 @@ class _Consumer:
         plgpu.barrier_arrive(self.smem["sums_ready"])
         plgpu.barrier_wait(self.smem["sums_ready"])
         total = plgpu.load(stats.at[2], layout=ROW) + plgpu.load(stats.at[3], layout=ROW)
-        seen = m > START / 2
+        seen = total != 0  # not m: scores that are NaN leave it as it began, and NaN is not empty
         o = o * self.body.spread(jnp.where(seen, 1.0 / total, 0.0), o.shape)
         lse = jnp.where(seen, m + jnp.log2(total), -jnp.inf)
         slot = body.item["partial"]
@@ -292,8 +298,8 @@ class _Consumer:
                 body.partial_lse.at[lax.max(slot, 0)][...] = lse
 
     def _store(self, o, lse) -> None:
-        """The rows that are there, 64 channels at a time, through the side that this warpgroup was last to read."""
-        body, staged, stats = self.body, self.smem["side"].at[1 - self.number], self.smem["stats"].at[0]
+        """The rows that are there, 64 channels at a time, through the rope buffer that this warpgroup read last."""
+        body, staged, stats = self.body, self.smem["rope"].at[1 - self.number], self.smem["stats"].at[0]
         for column in range(0, body.half, TILE):
             staged[...] = o[:, column : column + TILE].astype(jnp.bfloat16)
             first = self.number == 0 and column == 0
@@ -309,7 +315,7 @@ class _Consumer:
 class _Left(_Consumer):
     """Warpgroup 0: scores of the first tile of a pair, the left half of the values."""
 
-    number, order = 0, ("left", "right", "side")
+    number, order = 0, ("left", "right", "rope")
 
     def step(self, t, carry, *, last: bool):
         o, scores, m, sums = carry
@@ -341,7 +347,7 @@ class _Left(_Consumer):
             plgpu.wgmma_wait(0)
             self.release("left", 1)
             if not last:
-                self.release("side", 1)
+                self.release("rope", 1)
                 self.restart_scores(scores_ref)
 
         return self.run_products(products, (o, scores, m, sums), last=last)
@@ -350,7 +356,7 @@ class _Left(_Consumer):
 class _Right(_Consumer):
     """Warpgroup 1: scores of the second tile of a pair, the right half of the values."""
 
-    number, order = 1, ("right", "left", "side")
+    number, order = 1, ("right", "left", "rope")
 
     def step(self, t, carry, *, last: bool):
         o, scores, m, sums = carry
@@ -373,7 +379,7 @@ class _Right(_Consumer):
             o = plgpu.wgmma_accumulator_load(o_ref, wait_n=0)
             self.release("right", 0)
             if not last:
-                self.release("side", 0)
+                self.release("rope", 0)
             o_ref[...] = self.rescaled(o, jnp.exp2(m0 - m1))
             if last:
                 self.body.drop_unused("right", 1, 2 * t + 1)

@@ -7,14 +7,13 @@ one tile at a time, so that the first and the last take little time. Four warpgr
 
     0         S = Q K^T, its softmax P over the keys seen so far, and their maximum and sum
     1 and 2   O = O exp(m - m') + P V, of one half of the value channels each
-    3         loads (TMA), into a ring of two tiles, ahead into the next item
+    3         loads (TMA), into a two-stage buffer of tiles, ahead into the next item
 
-P crosses in shared memory, in the place of its tile's rope part, which is dead by then; the factors exp(m - m') beside
-it. Where there are fewer than 64 rows, the M of a product, all of this is transposed: S^T = K Q^T, O^T = V^T P^T. Rows
-are then its N, any multiple of 8.
+P crosses in shared memory, in the rope buffer of its tile, which is dead by then; the factors exp(m - m') beside it.
+Where there are fewer than 64 rows, the M of a product, all of this is transposed: S^T = K Q^T, O^T = V^T P^T. Rows are
+then its N, any multiple of 8.
 
-Shared memory for 512 + 64 channels: queries 72 KB for 64 rows, two tiles 144 KB, statistics 1 KB; 4 KB to take maxima
-across warps where rows are N.
+Shared memory: queries, two tiles, statistics; where rows are N, also what maxima are taken in across warps.
 
 Roofline: a key takes 2 * (R + E) bytes, read once for all rows: 135 us at 4.46 TB/s for 128 requests of 4096 keys.
 """
@@ -41,7 +40,7 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
 )
 from mla_attn.pallas_kernels.work_list import TILE, Plan
 
-SLOTS = 2  # of the ring
+STAGES = 2  # of the buffer
 LOADS, SCORES, VALUES = 48, 104, 176  # registers of a thread
 
 
@@ -60,26 +59,26 @@ def mla_stream(
 ) -> tuple[
     BFloat16[Array, "rows R"],
     Float32[Array, "rows"],
-    Float32[Array, "partials group_rows R"],
-    Float32[Array, "partials group_rows"],
+    Float32[Array, "partials tile_rows R"],
+    Float32[Array, "partials tile_rows"],
 ]:
-    """As ``mla_decode``, for ``plan.group_rows`` of 64 or any multiple of 8 up to 32; ValueError for others."""
-    if plan.group_rows != 64 and (plan.group_rows > 32 or plan.group_rows % 8):
-        raise ValueError(f"plan.group_rows={plan.group_rows} must be 64, or a multiple of 8 up to 32")
+    """As ``mla_decode``, for ``plan.tile_rows`` of 64 or any multiple of 8 up to 32; ValueError for others."""
+    if plan.tile_rows != 64 and (plan.tile_rows > 32 or plan.tile_rows % 8):
+        raise ValueError(f"plan.tile_rows={plan.tile_rows} must be 64, or a multiple of 8 up to 32")
     rope = 0 if q_rope is None else q_rope.shape[1]
     body = _Body(call, plan, rank=q_latent.shape[1], rope=rope, page=pages.shape[1])
     arrays = (q_latent, q_rope, pages, page_table, layer, work, tree)
-    scratch = 4096 if body.rows_axis else 0
-    return attend(body, arrays, kernel_name="mla_stream", warpgroups=4, reduction_bytes=scratch)
+    return attend(body, arrays, kernel_name="mla_stream", warpgroups=4)
 
 
 class _Body(Block):
-    side_readers = 2
+    rope_readers = 2
 
     def __init__(self, call: Call, plan: Plan, **sizes):
         super().__init__(call, plan, **sizes)
-        self.rows_axis = 0 if plan.group_rows == 64 else 1
+        self.rows_axis = 0 if plan.tile_rows == 64 else 1
         self.row_layout = ACC.reduce(1 - self.rows_axis)  # a number for each row
+        self.reduction_bytes = 4096 if self.rows_axis else 0
         # Of a half, those of one accumulator: the compiler grants a product no more than 128 registers.
         count = 1 if self.rows_axis else 2
         width = self.half // count
@@ -87,22 +86,22 @@ class _Body(Block):
 
     def shape(self, others: int) -> tuple[int, int]:
         """Of rows times keys or channels."""
-        rows = self.plan.group_rows
+        rows = self.plan.tile_rows
         return (others, rows) if self.rows_axis else (rows, others)
 
-    def turned(self, ref):
+    def transposed(self, ref):
         """What has rows first, as the products have it."""
         return ref.transpose((1, 0)) if self.rows_axis else ref
 
     def scratch(self) -> dict:
-        rows = self.plan.group_rows
+        rows = self.plan.tile_rows
         return {
             **self.queries(),
-            **self.ring(),
-            "factors": plgpu.SMEM((SLOTS, rows), jnp.float32),  # of each tile: what came before counts so much less
+            **self.buffer(),
+            "factors": plgpu.SMEM((STAGES, rows), jnp.float32),  # of each tile: what came before counts so much less
             "inverse_sums": plgpu.SMEM((rows,), jnp.float32),
             "natural_lse": plgpu.SMEM((rows,), jnp.float32),
-            "p_ready": plgpu.Barrier(num_barriers=SLOTS),
+            "p_ready": plgpu.Barrier(num_barriers=STAGES),
             "sums_ready": plgpu.Barrier(),
             "sums_read": plgpu.Barrier(num_arrivals=2),
         }
@@ -121,18 +120,18 @@ class _Body(Block):
             @pl.when(warpgroup == number)
             def _(role=role, registers=registers):
                 plgpu.set_max_registers(registers, action="decrease" if registers < 128 else "increase")
-                # Carried: the item's fields, and how many tiles went through the ring before it.
+                # Carried: the item's fields, and how many tiles went through the buffer before it.
                 lax.fori_loop(0, self.rounds, role, (self.read_item(0), jnp.int32(0)))
 
     def _load(self, turn, carry):
-        """One item. Its queries take the place of the last one's result."""
+        """One item. Its queries overwrite the last one's staged result."""
         fields, before = carry
         self.take_item(fields)
         following, tiles = self.read_item(turn + 1), self.item["tiles"]
 
         def load(j):
             order = tuple((0, part) for part in PARTS)
-            self.load([(lax.rem(before + j, SLOTS), j)], order, reused=before + j >= SLOTS)
+            self.load([(lax.rem(before + j, STAGES), j)], order, reused=before + j >= STAGES)
 
         pl.when(turn == 0)(self.load_queries)
         pl.when(tiles > 0)(lambda: load(0))
@@ -151,17 +150,17 @@ class _Body(Block):
         fields, before = carry
         self.take_item(fields)
         smem, shape = self.smem, self.shape(TILE)
-        keys_axis, rows = 1 - self.rows_axis, self.plan.group_rows
+        keys_axis, rows = 1 - self.rows_axis, self.plan.tile_rows
         plgpu.barrier_wait(smem["full_q"])
 
         def step(j, carry):
             m, sums = carry
-            at = lax.rem(before + j, SLOTS)
+            at = lax.rem(before + j, STAGES)
             scores = self.masked(pl.run_scoped(lambda ref: self._products(ref, at), plgpu.ACC(shape, jnp.float32)), j)
             higher = jnp.maximum(m, scores.max(axis=keys_axis) * self.log2_scale)
             p, factors = jnp.exp2(scores * self.log2_scale - self.spread(higher, shape)), jnp.exp2(m - higher)
-            sync_warpgroup(7)  # every warp is done with this tile's scores: P takes the place of its rope part
-            self.turned(smem["side"].at[at, pl.ds(0, rows), pl.ds(0, TILE)])[...] = p.astype(jnp.bfloat16)
+            sync_warpgroup(7)  # every warp is done with this tile's scores: P overwrites its rope part
+            self.transposed(smem["rope"].at[at, pl.ds(0, rows), pl.ds(0, TILE)])[...] = p.astype(jnp.bfloat16)
             smem["factors"].at[at][...] = factors  # those of two tiles ago were read before this tile came
             fence_proxy()
             plgpu.barrier_arrive(smem["p_ready"].at[at])
@@ -177,8 +176,8 @@ class _Body(Block):
         smem, zero = self.smem, opaque_zero()
         for n, part in enumerate(PARTS):
             plgpu.barrier_wait(smem["full"][part].at[at])
-            if part != "side" or self.rope:
-                q = smem["queries_rope"].at[zero] if part == "side" else smem["queries"].at[n + zero]
+            if part != "rope" or self.rope:
+                q = smem["queries_rope"].at[zero] if part == "rope" else smem["queries"].at[n + zero]
                 self._multiply(scores, q, smem[part].at[at].transpose((1, 0)))
         return scores[...]
 
@@ -190,7 +189,7 @@ class _Body(Block):
 
     def _finish(self, turn, m, sums) -> None:
         smem, slot = self.smem, self.item["partial"]
-        seen = m > START / 2
+        seen = sums != 0  # not m: scores that are NaN leave it as it began, and NaN is not empty
 
         @pl.when(turn > 0)
         def _():
@@ -216,21 +215,21 @@ class _Body(Block):
     def _values(self, part: str, turn, carry):
         fields, before = carry
         self.take_item(fields)
-        smem, rows = self.smem, self.plan.group_rows
+        smem, rows = self.smem, self.plan.tile_rows
 
         def step(j, parts):
-            at = lax.rem(before + j, SLOTS)
+            at = lax.rem(before + j, STAGES)
             plgpu.barrier_wait(smem["p_ready"].at[at])
             factors = plgpu.load(smem["factors"].at[at], layout=self.row_layout)
             self.drop_unused(part, at, j)
 
             def products(parts):
-                p = smem["side"].at[at, pl.ds(0, rows), pl.ds(0, TILE)]
+                p = smem["rope"].at[at, pl.ds(0, rows), pl.ds(0, TILE)]
                 for o, columns in zip(parts, self.columns, strict=True):
                     self._multiply(o, p, smem[part].at[at, :, pl.ds(*columns)])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["empty"][part].at[at])
-                plgpu.barrier_arrive(smem["empty"]["side"].at[at])
+                plgpu.barrier_arrive(smem["empty"]["rope"].at[at])
 
             return pl.run_state(products)([plgpu.ACC.init(self._rescaled(o, factors)) for o in parts])
 
@@ -249,7 +248,7 @@ class _Body(Block):
         return o * self.spread(factors, o.shape) if self.rows_axis else scale_rows(o, factors)
 
     def _store(self, number: int, parts) -> None:
-        """The result through the queries' place, which all products are done with; a partial one at once."""
+        """The result through the query buffer, which all products are done with; a partial one at once."""
         slot, first = self.item["partial"], number * self.half
 
         @pl.when(slot >= 0)
@@ -265,7 +264,7 @@ class _Body(Block):
         def _():
             staged = self.smem["queries"].at[number]
             for o, columns in zip(parts, self.columns, strict=True):
-                self.turned(staged.at[:, pl.ds(*columns)])[...] = o.astype(jnp.bfloat16)
+                self.transposed(staged.at[:, pl.ds(*columns)])[...] = o.astype(jnp.bfloat16)
             plgpu.commit_smem()
             self.store(staged, self.out, pl.ds(first, self.half))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,6 +1,9 @@
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportArgumentType=false, reportAbstractUsage=false
 # (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
-"""What Pallas does not name: a fence, a named barrier, copies and stores row by row, a product that warps may skip."""
+"""What Pallas does not name: a fence, a named barrier, copies and stores row by row, a product that warps may skip; and
+how much shared memory scratch types take."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ACC, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of what wgmma and TMA take
+SHARED_BYTES = 227 * 1024  # of a thread block, compute capability 9.0
+_ALIGNMENT = 1024  # of every array there
 _EACH_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+
+
+def shared_bytes(scratch, reduction_bytes: int = 0) -> int:
+    """Shared memory of a thread block with ``scratch``, a tree of arrays and barriers as Pallas takes them."""
+
+    def size(ref) -> int:
+        if isinstance(ref, plgpu.Barrier):
+            return 8 * math.prod(ref.num_barriers)
+        array = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
+        return -(-array // _ALIGNMENT) * _ALIGNMENT
+
+    return reduction_bytes + sum(size(ref) for ref in jax.tree.leaves(scratch))
 
 
 def fence_proxy() -> None:

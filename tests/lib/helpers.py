@@ -37,7 +37,7 @@ class PagedBatch:
 
 def layer_rows(pool, layer):
     """Rows of one layer in float64, ``[N, P, C]``, by the rule ``page * page_stride + layer * layer_stride``."""
-    data = np.asarray(pool.data).astype(np.float64)
+    data = np.asarray(pool.decode(pool.data)).astype(np.float64)
     return data[[page * pool.page_stride + layer * pool.layer_stride for page in range(pool.num_pages)]]
 
 
@@ -66,6 +66,8 @@ def poisoned_batch(
     kv_stride=1,
     page_stride=1,
     layer_stride=None,
+    row_width=None,
+    rope_offset=None,
 ):
     """A batch over shuffled pages in which everything that must not be read holds ``poison``.
 
@@ -82,6 +84,7 @@ def poisoned_batch(
         max_q_len, num_rows, num_pages, table_width: static sizes; the least that fits and a few to spare if None.
         kv_offsets, kv_stride: position of a request's table slot 0, and step from slot to slot.
         page_stride, layer_stride: placement of pages in the pool; one layer after the other by default.
+        row_width, rope_offset: of the pool's rows, what is beside their parts poisoned; no wider than these by default.
     """
     rng = np.random.default_rng(seed)
     spec = MLASpec(
@@ -113,7 +116,15 @@ def poisoned_batch(
     placed = np.arange(num_pages) * page_stride + np.arange(num_layers)[:, None] * layer_stride
     data = np.full((max(placed.max() + 1, num_layers * num_pages), page_size, spec.latent_dim), poison, np.float32)
     data[placed] = rows
-    pool = LatentPool(jnp.asarray(data, dtype), num_layers, num_pages, kv_lora_rank, page_stride, layer_stride)
+    if row_width is not None:
+        wide = np.full((*data.shape[:2], row_width), poison, np.float32)
+        wide[..., :kv_lora_rank] = data[..., :kv_lora_rank]
+        wide[..., rope_offset : rope_offset + qk_rope_head_dim] = data[..., kv_lora_rank:]
+        data = wide
+    pool = LatentPool(
+        jnp.asarray(data, dtype), num_layers, num_pages, kv_lora_rank, page_stride, layer_stride,
+        rope_dim=qk_rope_head_dim, rope_offset=rope_offset,
+    )  # fmt: skip
 
     metadata = _metadata(
         kv_lens, q_lens, table, kv_offsets, kv_stride, page_size, layout=layout, max_q_len=max_q_len, num_rows=num_rows

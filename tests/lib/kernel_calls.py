@@ -40,6 +40,8 @@ CALLS = {
     "batch invariant": {"batch_invariant": True},
     "batch invariant, 128 heads": {"batch_invariant": True, "heads": 128, "max_q_len": 4},
     "float32 result": {"out_dtype": jnp.float32},
+    "rows of 640": {"row_width": 640, "rope_offset": 512},
+    "rows of 640, 128 heads, pages of 1": {"row_width": 640, "rope_offset": 576, "heads": 128, "page_size": 1},
 }
 
 # The same, several at a time: few programs, for a short test.
@@ -60,6 +62,7 @@ MIXED = {
         "page_size": 48,
     },
     "tree, 4 heads, pages of 1": {"heads": 4, "max_q_len": 4, "tree": 37, "page_size": 1},
+    "rows of 640": {"row_width": 640, "rope_offset": 576, "heads": 128},
     "strided, not causal, 3 heads, 256 + 64, pages of 128": {
         "heads": 3,
         "kv_lora_rank": 256,

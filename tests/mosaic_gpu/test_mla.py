@@ -11,6 +11,7 @@ from flax import nnx
 import helpers
 from checkpoints import small_config
 from kernel_calls import make
+from mla_attn import dispatch
 from mla_attn.cache import LatentPool
 from mla_attn.dispatch import compiling_for
 from mla_attn.models import DeepseekForCausalLM
@@ -26,6 +27,7 @@ from mla_attn.support import H200
 def lists(monkeypatch):
     """The plans of the work lists made."""
     made, work_list = [], mosaic_gpu.work_list
+    dispatch._compute.clear_cache()  # a call that was traced before makes none
 
     def counted(*arguments, plan, **options):
         made.append(plan)
@@ -75,7 +77,7 @@ CORES = 132
 
 
 @pytest.mark.parametrize(
-    ("rows", "key_tiles", "kernel", "group_rows"),
+    ("rows", "key_tiles", "kernel", "tile_rows"),
     [
         (8, 999, "mla_stream", 8),
         (24, 999, "mla_stream", 24),
@@ -92,18 +94,18 @@ CORES = 132
         (8, 1, "mla_stream", 8),
     ],
 )
-def test_which_kernel_and_how_many_rows(rows, key_tiles, kernel, group_rows):
+def test_which_kernel_and_how_many_rows(rows, key_tiles, kernel, tile_rows):
     """Calls bound by memory stream, in tiles no larger than a request, up to the 32 or 64 rows of a product; and those
     of few keys, in tiles of 32."""
     chosen = mosaic_gpu.choose_kernel(rows, key_tiles=key_tiles, cores=CORES, batch_invariant=False)
-    assert chosen == (kernel, group_rows)
+    assert chosen == (kernel, tile_rows)
     # Its bits are promised to be those of any mode.
     invariant = mosaic_gpu.choose_kernel(rows, key_tiles=key_tiles, cores=CORES, batch_invariant=True)
     assert invariant == ("mla_decode", 64)
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "keys", "kernel", "group_rows"),
+    ("heads", "rows", "keys", "kernel", "tile_rows"),
     [
         (20, 1, 8192, "mla_stream", 24),  # heads are padded to a multiple of 8
         (16, 5, 8192, "mla_decode", 64),
@@ -111,12 +113,12 @@ def test_which_kernel_and_how_many_rows(rows, key_tiles, kernel, group_rows):
         (128, 1, 4097, "mla_decode", 64),  # of 67
     ],
 )
-def test_what_a_call_is_launched_with(heads, rows, keys, kernel, group_rows):
+def test_what_a_call_is_launched_with(heads, rows, keys, kernel, tile_rows):
     plan, _, arguments = make(heads=heads, max_q_len=rows, kv_lens=[65, keys])
     with compiling_for(H200):
         launch = jax.eval_shape(plan, *arguments[:2]).work_plan
-    assert (launch.kernel, launch.plan.group_rows) == (kernel, group_rows)
-    assert launch.plan.lanes == H200.cores == CORES
+    assert (launch.kernel, launch.plan.tile_rows) == (kernel, tile_rows)
+    assert launch.plan.blocks == H200.cores == CORES
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
@@ -132,14 +134,23 @@ def test_no_plan_for_what_is_not_supported():
         plan_mla(batch.metadata, batch.pool, batch.spec, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("width, rope_offset, right", [(576, 512, True), (640, 512, False), (640, 576, False)])
-def test_rows_that_kernels_read_elsewhere_are_refused(width, rope_offset, right):
-    """Kernels take the rope part from right after the latent part, and rows without a gap."""
+@pytest.mark.parametrize(
+    "width, rope_offset, refusal",
+    [
+        (576, 512, None),
+        (640, 512, None),
+        (640, 576, None),
+        (640, 520, "rope_offset=520: must be a multiple of 64"),
+        (580, 512, "pool rows of 580 elements: must be a multiple of 8"),
+    ],
+)
+def test_which_rows_the_kernels_can_copy(width, rope_offset, refusal):
+    """A copy of part of a row begins at multiples of 16 bytes, and takes 64 channels at a time."""
     array = jax.ShapeDtypeStruct((4, 64, width), jnp.bfloat16)
     pool = jax.eval_shape(lambda a: LatentPool.of(a, kv_lora_rank=512, rope_dim=64, rope_offset=rope_offset), array)
     spec = MLASpec(num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, scale=0.1)
     reason = mosaic_gpu.supports(MLACall.of(pool, spec), H200)
-    assert reason == (None if right else f"rows of {width} with rope at {rope_offset}: must be 576, rope at 512")
+    assert reason == refusal
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])
@@ -152,7 +163,7 @@ def test_tree_words(layout, keys):
         options = {"causal": True, "batch_invariant": False, "out_dtype": jnp.bfloat16}
         plan = mosaic_gpu._launch(m, batch.pool, batch.spec, **options).plan
     words = np.asarray(mosaic_gpu._tree_words(jnp.asarray(mask), m, plan)).view(np.uint32)
-    assert words.shape == (-(-keys // 32), plan.num_rows + plan.group_rows)
+    assert words.shape == (-(-keys // 32), plan.num_rows + plan.tile_rows)
     for b, (start, length) in enumerate(zip(m.q_starts, m.q_lens, strict=True)):
         for j in range(length):
             for row in range((start + j) * plan.heads, (start + j + 1) * plan.heads):

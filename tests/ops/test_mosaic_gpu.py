@@ -62,6 +62,31 @@ class TestMosaicGPU(MLATests):
             self.check(batch)
             self.check(batch, batch_invariant=True)
 
+    @pytest.mark.parametrize("page_size", [1, 16, 64])
+    @pytest.mark.parametrize("rope_offset", [512, 576])
+    def test_rows_of_other_systems(self, page_size, rope_offset):
+        """Padded to 640, with NaN and infinity beside their parts."""
+        for poison in (np.nan, np.inf):
+            sizes = {"kv_lora_rank": 512, "row_width": 640, "rope_offset": rope_offset, "page_size": page_size}
+            self.check(self.batch(16, poison=poison, layout="packed", **sizes))
+
+    @pytest.mark.parametrize("what", ["query", "key"])
+    @pytest.mark.parametrize("kv_len", [5, 70, 9000])
+    def test_nan_is_not_taken_for_no_key(self, what, kv_len):
+        """In a row tile of its own, and through the combine: NaN in ``out`` and ``lse``, and in no other request."""
+        sizes = {"kv_lens": [kv_len, 9], "q_lens": [1, 2], "max_q_len": 2, "most": kv_len}
+        batch = self.batch(17, **sizes)
+        q_latent, pool = batch.q_latent, batch.pool
+        if what == "query":
+            q_latent = q_latent.at[0].set(np.nan)
+        else:
+            page = pool.placement.physical_pages(batch.metadata.page_table[0, 0], batch.layer)
+            pool = dataclasses.replace(pool, data=pool.data.at[page, 0].set(np.nan))
+        out, lse = self.attend(dataclasses.replace(batch, q_latent=q_latent, pool=pool))
+        want, want_lse = self.attend(batch)
+        assert np.isnan(np.asarray(out[0], np.float32)).all() and np.isnan(lse[0]).all()
+        self.same_bits((out[1:], lse[1:]), (want[1:], want_lse[1:]))
+
     def test_scale_and_large_scores(self):
         """Scores of hundreds neither overflow nor lose the softmax: its weights are then 0 and 1."""
         batch = self.batch(12, scale=7.0, layout="packed")

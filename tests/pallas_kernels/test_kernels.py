@@ -7,8 +7,10 @@ import pytest
 
 import aot
 from kernel_calls import CALLS, MIXED, NOTHING, lower, make, scanned
+from mla_attn import dispatch
 from mla_attn.dispatch import compiling_for
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
+from mla_attn.pallas_kernels.work_list import Plan
 from mla_attn.support import H200
 
 TARGET = "custom_call @mosaic_gpu"
@@ -30,6 +32,7 @@ SPILLS = {
 def lists(monkeypatch):
     """A list that grows by one with every work list made."""
     made, work_list = [], mosaic_gpu.work_list
+    dispatch._compute.clear_cache()  # a call that was traced before makes none
 
     def counted(*arguments, **options):
         made.append(options["plan"])
@@ -64,6 +67,26 @@ def test_layers_scanned_over(lists):
     scan, arguments = scanned()
     assert lower(scan, *arguments).as_text().count(TARGET) == 2
     assert len(lists) == 1
+
+
+@pytest.mark.parametrize("latent, rope", [(512, 64), (256, 64), (512, 0)])
+@pytest.mark.parametrize("tile_rows", [8, 16, 24, 32, 64])
+def test_shared_memory_is_enough(latent, rope, tile_rows):
+    """Counted from the scratch types that a kernel is launched with."""
+    from mla_attn.pallas_kernels.mosaic_gpu import mla_decode, mla_stream
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
+    from mla_attn.pallas_kernels.mosaic_gpu.primitives import SHARED_BYTES, shared_bytes
+
+    plan = Plan(num_requests=1, num_rows=128, heads=8, tile_rows=tile_rows, blocks=132, max_tiles=4)
+    call = Call(heads=8, scale=0.1, max_q_len=1, num_pages=4, rope_offset=latent)
+    sizes = {"rank": latent, "rope": rope, "page": 64}
+    bodies = [mla_stream._Body(call, plan, **sizes)]
+    if tile_rows == 64:
+        bodies.append(mla_decode._Body(call, plan, mla_decode.Config(), **sizes))
+    for body in bodies:
+        taken = shared_bytes(body.scratch(), body.reduction_bytes)
+        tiles = 2 * 2 * 64 * (latent + max(rope, 64))  # bytes of the key tiles alone
+        assert tiles < taken <= SHARED_BYTES
 
 
 # Compiled to machine code

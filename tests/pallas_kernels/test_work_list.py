@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_attn.pallas_kernels.work_list import HEADER, INVARIANT_TILES, ITEM, SPLIT, TILE, Plan, work_list
+from mla_attn.pallas_kernels.work_list import COMBINED, HEADER, INVARIANT_TILES, ITEM, TILE, Plan, work_list
 
 INT32 = np.iinfo(np.int32)
 FIELDS = ("q_starts", "q_lens", "kv_lens", "kv_offsets")
@@ -33,13 +33,13 @@ class Shape:
         return np.asarray(work_list(*arrays, plan=self.plan, **options))
 
 
-def shape(requests, tokens, heads, group_rows, lanes, max_tiles, *, max_q_len, causal=True, kv_stride=1, **options):
+def shape(requests, tokens, heads, tile_rows, blocks, max_tiles, *, max_q_len, causal=True, kv_stride=1, **options):
     return Shape(
-        Plan(requests, tokens * heads, heads, group_rows, lanes, max_tiles, **options), max_q_len, causal, kv_stride
+        Plan(requests, tokens * heads, heads, tile_rows, blocks, max_tiles, **options), max_q_len, causal, kv_stride
     )
 
 
-# Heads that divide a group, that a group divides, and that do neither; few lanes and many.
+# Heads that divide a row tile, that a row tile divides, and that do neither; few thread blocks and many.
 SHAPES = {
     "verify": shape(5, 23, 16, 64, 3, 9, max_q_len=4),
     "decode": shape(6, 8, 128, 128, 66, 40, max_q_len=1),
@@ -55,12 +55,12 @@ SHAPES = {
 
 
 def read(work: np.ndarray, plan: Plan):
-    """The items and the splits that there are, as records; those after them must be dead."""
+    """The items and the row tiles to combine that there are, as records; those after them must be dead."""
     assert work.shape == (plan.size,) and work.dtype == np.int32
     found = []
     for kind, (begin, end), count in (
-        (ITEM, (HEADER, plan.splits_at), work[0]),
-        (SPLIT, (plan.splits_at, plan.size), work[1]),
+        (ITEM, (HEADER, plan.combined_at), work[0]),
+        (COMBINED, (plan.combined_at, plan.size), work[1]),
     ):
         records = np.rec.fromarrays(work[begin:end].reshape(-1, len(kind)).T.astype(np.int64), names=kind)
         assert 0 <= count <= len(records)
@@ -83,34 +83,34 @@ def owned(shape: Shape, requests: np.ndarray) -> np.ndarray:
 def check(shape: Shape, requests: np.ndarray, *, bad: int | None = None):
     """Holds a list against what it must be. Of request ``bad`` it must only be safe to run."""
     plan = shape.plan
-    items, splits = read(shape.make(requests), plan)
+    items, combined = read(shape.make(requests), plan)
 
     # Safe: no row or tile outside, whatever the numbers are.
     assert (items.row >= 0).all() and (items.row + items.rows <= plan.num_rows).all()
-    assert (items.rows <= plan.group_rows).all() and (items["first"] % plan.group_rows == 0).all()
+    assert (items.rows <= plan.tile_rows).all() and (items["first"] % plan.tile_rows == 0).all()
     assert (items.tiles >= 0).all() and (items.tile >= 0).all()
     assert (items.tile + items.tiles)[items.tiles > 0].max(initial=0) <= plan.max_tiles
     assert ((items["keys"] >= 0) & (items["keys"] <= plan.max_tiles * TILE)).all()
     assert ((items.request >= 0) & (items.request < max(plan.num_requests, 1))).all()
 
-    # Every row is written once: by an item, or by a split whose pieces are in order.
+    # Every row is written once: by an item, or by a combine whose KV splits are in order.
     written = np.zeros(plan.num_rows, int)
     for item in items[items.partial < 0]:
         written[item.row : item.row + item.rows] += 1
-    for split in splits:
-        written[split.row : split.row + split.rows] += 1
+    for tile in combined:
+        written[tile.row : tile.row + tile.rows] += 1
     assert (written == 1).all()
     partial = items[items.partial >= 0]
-    assert len(set(partial.partial)) == len(partial) == splits.pieces.sum()
+    assert len(set(partial.partial)) == len(partial) == combined.splits.sum()
     assert partial.partial.max(initial=-1) < plan.num_partials
     by_slot = {item.partial: item for item in partial}
-    for split in splits:
-        pieces = [by_slot[split.partial + n] for n in range(split.pieces)]
-        assert {(piece.row, piece.rows) for piece in pieces} == {(split.row, split.rows)}
-        assert (np.diff([piece.tile for piece in pieces]) > 0).all()
+    for tile in combined:
+        splits = [by_slot[tile.partial + n] for n in range(tile.splits)]
+        assert {(split.row, split.rows) for split in splits} == {(tile.row, tile.rows)}
+        assert (np.diff([split.tile for split in splits]) > 0).all()
     assert not plan.combine_all or len(partial) == len(items)
 
-    # Every (row, tile it sees) is taken once; of the other tiles, none that no row of the group sees.
+    # Every (row, tile it sees) is taken once; of the other tiles, none that no row of the row tile sees.
     taken = np.zeros((plan.num_rows, plan.max_tiles), int)
     owner = np.full(plan.num_rows, -1)
     for item in items:
@@ -125,24 +125,29 @@ def check(shape: Shape, requests: np.ndarray, *, bad: int | None = None):
         keys = 0
         if request.kv_lens > 0:
             keys = np.clip(-(-(request.kv_lens - request.kv_offsets) // shape.kv_stride), 0, plan.max_tiles * TILE)
-        stands = request.kv_lens - request.q_lens - request.kv_offsets
+        position = request.kv_lens - request.q_lens - request.kv_offsets
         token = np.arange(rows.stop - rows.start) // plan.heads
         slots = np.arange(plan.max_tiles * TILE)
         seen = np.broadcast_to(slots < keys, (len(token), len(slots)))
         if shape.causal:
-            seen = seen & (slots * shape.kv_stride <= (stands + token)[:, None])
+            seen = seen & (slots * shape.kv_stride <= (position + token)[:, None])
         tiles = seen.reshape(len(token), plan.max_tiles, TILE).any(axis=2)
-        for first in range(0, len(token), plan.group_rows):
-            group = slice(first, first + plan.group_rows)
-            assert (taken[rows][group] == tiles[group].any(axis=0)).all()
+        for first in range(0, len(token), plan.tile_rows):
+            rows_of_tile = slice(first, first + plan.tile_rows)
+            assert (taken[rows][rows_of_tile] == tiles[rows_of_tile].any(axis=0)).all()
         for item in items[(items.row >= rows.start) & (items.row < rows.stop)]:
-            assert (item.request, item["first"], item["keys"], item.stands) == (b, item.row - rows.start, keys, stands)
-    for item in items:  # no group holds rows of two requests, or of one and of nobody
+            assert (item.request, item["first"], item["keys"], item.position) == (
+                b,
+                item.row - rows.start,
+                keys,
+                position,
+            )
+    for item in items:  # no row tile holds rows of two requests, or of one and of nobody
         assert len(set(owner[item.row : item.row + item.rows])) == 1
     assert (taken[owner < 0] == 0).all()
     if plan.invariant:
         assert (items.tile % INVARIANT_TILES == 0).all() and (items.tiles <= INVARIANT_TILES).all()
-    return items, splits
+    return items, combined
 
 
 def batch(**columns) -> np.ndarray:
@@ -209,52 +214,52 @@ def test_hardly_anything(tokens, requests):
 
 # Balance
 
-LANES = 66
+BLOCKS = 66
 
 
 def decode(kv_lens, heads=128, q_len=1, **options):
-    """The list of a decode batch on an H200, two thread blocks a lane."""
+    """The list of a decode batch on an H200, two thread blocks a multiprocessor."""
     count = len(kv_lens)
-    used = shape(count, count * q_len, heads, 128, LANES, -(-max(kv_lens) // TILE), max_q_len=q_len, **options)
+    used = shape(count, count * q_len, heads, 128, BLOCKS, -(-max(kv_lens) // TILE), max_q_len=q_len, **options)
     starts = np.arange(count) * q_len
     return check(used, batch(q_starts=starts, q_lens=[q_len] * count, kv_lens=kv_lens, kv_offsets=[0] * count))
 
 
 def test_one_long_request_among_short_ones_is_split():
-    items, splits = decode([32768] + [16] * 63)
-    assert items.tiles.max() <= 1.5 * items.tiles.sum() / LANES
-    assert splits.row.tolist() == [0]
+    items, combined = decode([32768] + [16] * 63)
+    assert items.tiles.max() <= 1.5 * items.tiles.sum() / BLOCKS
+    assert combined.row.tolist() == [0]
 
 
 def test_even_batches_are_not_split():
-    """128 requests on 66 lanes: two each. A cut would add a combine and shorten nothing."""
-    items, splits = decode([4096] * 128)
-    assert (len(items), len(splits)) == (128, 0)
+    """128 requests on 66 thread blocks: two each. A cut would add a combine and shorten nothing."""
+    items, combined = decode([4096] * 128)
+    assert (len(items), len(combined)) == (128, 0)
 
 
 def test_a_lone_request_fills_the_device():
-    items, splits = decode([65536])
-    assert len(splits) == 1
-    assert LANES * 0.75 <= len(items) <= LANES
+    items, combined = decode([65536])
+    assert len(combined) == 1
+    assert BLOCKS * 0.75 <= len(items) <= BLOCKS
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
-def test_lanes_end_together(q_len):
-    """Longest first, to and fro over the lanes: none ends later than a quarter after the mean."""
+def test_thread_blocks_end_together(q_len):
+    """Longest first, to and fro over the thread blocks: none ends later than a quarter after the mean."""
     items, _ = decode(np.random.default_rng(0).integers(q_len, 8193, 128).tolist(), q_len=q_len)
     longest = [items.tiles[items.request == item.request].max() for item in items]
     assert (np.diff(longest) <= 0).all()
-    ends = np.zeros(LANES)
-    for begin in range(0, len(items), LANES):
-        tiles = items.tiles[begin : begin + LANES]
+    ends = np.zeros(BLOCKS)
+    for begin in range(0, len(items), BLOCKS):
+        tiles = items.tiles[begin : begin + BLOCKS]
         ends[: len(tiles)] += tiles
         ends = ends[::-1]
-    assert ends.max() <= 1.25 * items.tiles.sum() / LANES
+    assert ends.max() <= 1.25 * items.tiles.sum() / BLOCKS
 
 
 def test_cuts_follow_nothing_but_a_requests_own_keys():
-    """With ``invariant``, the pieces of a request are the same alone and in a crowd."""
+    """With ``invariant``, the KV splits of a request are the same alone and in a crowd."""
     alone, _ = decode([9000], invariant=True)
     crowd, _ = decode([9000] + [40000, 17] * 5, invariant=True)
-    pieces = [sorted(zip(i.tile.tolist(), i.tiles.tolist(), strict=True)) for i in (alone, crowd[crowd.request == 0])]
-    assert pieces[0] == pieces[1] == [(tile, min(32, 141 - tile)) for tile in range(0, 141, 32)]
+    splits = [sorted(zip(i.tile.tolist(), i.tiles.tolist(), strict=True)) for i in (alone, crowd[crowd.request == 0])]
+    assert splits[0] == splits[1] == [(tile, min(32, 141 - tile)) for tile in range(0, 141, 32)]
