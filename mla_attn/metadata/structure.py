@@ -52,11 +52,16 @@ class AttentionMetadata:
 def row_owners(
     q_starts: Int[Array, "B"], q_lens: Int[Array, "B"], num_rows: int
 ) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
-    """The request of each row and whether it has one (False on padding rows, whose request is arbitrary)."""
+    """The request of each row and whether it has one (False on padding rows, whose request is arbitrary).
+
+    A request that starts at a negative row owns none.
+    """
     q_starts, q_lens = as_int32("q_starts", q_starts), as_int32("q_lens", q_lens)
+    if q_starts.shape[0] == 0:
+        return jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool)
     requests = jnp.arange(q_starts.shape[0], dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     starts = jnp.where((q_lens > 0) & (q_starts >= 0), q_starts, num_rows)  # a negative index would wrap
     owner = jax.lax.cummax(jnp.zeros(num_rows, jnp.int32).at[starts].max(requests, mode="drop"))
     offset = rows - q_starts[owner]
-    return owner, (offset >= 0) & (offset < q_lens[owner])
+    return owner, (q_starts[owner] >= 0) & (offset >= 0) & (offset < q_lens[owner])

@@ -79,6 +79,7 @@ def to_rows(
     """The inverse of ``to_blocks``; rows nobody owns hold ``fill``."""
     offset = jnp.arange(block.shape[1])[None]
     target = starts[:, None] + offset
-    target = jnp.where((offset < lens[:, None]) & (target >= 0), target, num_rows)  # a negative index would wrap
+    owned = (starts[:, None] >= 0) & (offset < lens[:, None])
+    target = jnp.where(owned & (target >= 0), target, num_rows)  # a negative index would wrap
     rows = jnp.full((num_rows, *block.shape[2:]), fill, block.dtype)
     return rows.at[target].set(block, mode="drop")

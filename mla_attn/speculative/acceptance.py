@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from mla_attn.checks import as_int32
+from mla_attn.checks import as_int32, check_array, check_type
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +66,7 @@ def accept_sampled(
 
     Draft d is accepted with probability ``min(1, p(d) / q(d))``; the first one that is not is replaced by a token drawn
     from ``max(p - q, 0)``, normalised. When all are accepted the bonus token is drawn from p.
+    Probabilities of any floating dtype are compared in float32.
 
     Args:
         keys: a random key per request, so that a request's tokens do not depend on its batch.
@@ -77,19 +78,25 @@ def accept_sampled(
     """
     drafts, q_lens = as_int32("drafts", drafts), as_int32("q_lens", q_lens)
     batch, count = drafts.shape
+    for name, array in (("target_probs", target_probs), ("draft_probs", draft_probs)):
+        if array is not None:
+            check_array(name, array)
+            check_type(name, array, jnp.floating)
     if target_probs.shape[:2] != (batch, count + 1):
         raise ValueError(f"target_probs has shape {target_probs.shape}, must be [B, K + 1, vocab] for {drafts.shape}")
     if draft_probs is not None and draft_probs.shape != (batch, count, target_probs.shape[2]):
         raise ValueError(f"draft_probs has shape {draft_probs.shape}, must be [B, K, vocab] for {drafts.shape}")
+    target_probs = jnp.asarray(target_probs, jnp.float32)
     vocab = target_probs.shape[2]
     column = jnp.arange(count, dtype=jnp.int32)[None]
     real = (drafts >= 0) & (column + 1 < q_lens[:, None])
-    q = jax.nn.one_hot(drafts, vocab, dtype=target_probs.dtype) if draft_probs is None else draft_probs
-    q = jnp.where(real[:, :, None], q, jnp.zeros((), q.dtype))  # no draft takes nothing from p
+    q = jax.nn.one_hot(drafts, vocab) if draft_probs is None else draft_probs
+    q = jnp.asarray(q, jnp.float32)
+    q = jnp.where(real[:, :, None], q, 0.0)  # no draft takes nothing from p
     token = jnp.maximum(drafts, 0)[:, :, None]
     p_draft, q_draft = (jnp.take_along_axis(x, token, axis=2)[:, :, 0] for x in (target_probs[:, :-1], q))
     judge, draw = jax.vmap(lambda key: tuple(jax.random.split(key)), out_axes=0)(keys)
-    chance = jax.vmap(lambda key: jax.random.uniform(key, (count,)))(judge)
+    chance = jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(judge)
     taken = real & (chance * q_draft < p_draft)
     accepted = jnp.cumprod(taken, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 

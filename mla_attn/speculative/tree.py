@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.checks import as_int32, check_integer, check_integers
 from mla_attn.speculative.acceptance import Acceptance
+from mla_attn.varying import vary_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,7 @@ def accept_tree(
         taken = jnp.argmax(child, axis=1).astype(jnp.int32)
         return (jnp.where(found, taken, row), found), (jnp.where(going, target[:, 0], -1), jnp.where(going, row, -1))
 
-    start = (jnp.zeros(tokens.shape[0], jnp.int32), live)
+    start = vary_together((jnp.zeros(tokens.shape[0], jnp.int32), live), like=(tokens, parents, targets))
     _, (emitted, path) = jax.lax.scan(descend, start, length=max_depth + 1)
     count = (path >= 0).sum(axis=0, dtype=jnp.int32)
     last = jnp.maximum(count - 1, 0)

@@ -296,6 +296,16 @@ def test_row_owners(q_lens, gaps, idle_starts):
 _owners = jax.jit(functools.partial(md.row_owners, num_rows=24))
 
 
+def test_who_owns_rows_that_no_request_can():
+    """A request that starts before row 0 owns none, be it the first or a later one; nor do no requests."""
+    for q_starts in ((-1, 4, 6, 8), (0, -1, 6, 8), (0, 4, 6, -24)):
+        _, owned = _owners(i32(*q_starts), i32(2, 2, 2, 2))
+        want = {row for start in q_starts if start >= 0 for row in (start, start + 1)}
+        assert np.flatnonzero(owned).tolist() == sorted(want)
+    owner, owned = md.row_owners(i32(), i32(), 3)
+    assert (owner.tolist(), owned.tolist()) == ([0, 0, 0], [False] * 3)
+
+
 def test_near_the_limit_only_what_fits_is_written():
     """max_len 64, 62 tokens committed, 4 more: positions 62 and 63 exist, and a neighbour's pages are not touched."""
     table = i32([8, 9, 10, 11], [0, 1, 2, 3])

@@ -11,9 +11,28 @@ from jax.sharding import PartitionSpec as P
 
 import helpers
 from mla_attn import steps
-from mla_attn.metadata import RaggedMetadata, for_extend
+from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
+from mla_attn.metadata import (
+    RaggedMetadata,
+    for_decode,
+    for_draft_decode,
+    for_draft_extend,
+    for_extend,
+    for_mixed,
+    for_target_verify,
+)
 from mla_attn.ops import merge_states, mla_attention, ragged_attention
 from mla_attn.ops.grouped_matmul import grouped_matmul
+from mla_attn.specs import MLASpec
+from mla_attn.speculative import (
+    DraftTree,
+    accept_greedy,
+    accept_sampled,
+    accept_tree,
+    mask_of_parents,
+    path_moves,
+    prune,
+)
 from ops.lanes import shrink
 
 HEADS = P(None, "heads")
@@ -132,6 +151,58 @@ def test_grouped_matmul_over_columns(implementation, check_vma):
 
     run = sharded(multiply, (P(), P(None, None, "heads"), P()), P(None, "heads"), check_vma)
     assert_near(run(*arrays), multiply(*arrays))
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PAGES = {"page_size": 4}
+PACKED = PAGES | {"max_q_len": 3, "num_rows": 5}
+KEYS = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+AROUND_THE_OPS = {  # a function of B = 2 requests, and its arguments after the pool
+    "accept_greedy": (lambda pool, *x: accept_greedy(*x), ints(2, 3), ints(2, 4), ints(2)),
+    "accept_sampled": (lambda _, *x: accept_sampled(*x), KEYS, ints(2, 3), floats(2, 3, 5), floats(2, 4, 5), ints(2)),
+    "chosen drafts": (lambda _, k, d, *x: accept_sampled(k, d, None, *x), KEYS, ints(2, 3), floats(2, 4, 5), ints(2)),
+    "accept_tree": (lambda pool, *x: accept_tree(*x, max_depth=2), ints(2, 3), ints(2, 3), ints(2, 3), ints(2)),
+    "path_moves": (lambda pool, *x: path_moves(*x), ints(2, 3), ints(2, 2)),
+    "mask_of_parents": (lambda pool, *x: mask_of_parents(*x), ints(2, 3)),
+    "prune": (lambda pool, *x: prune(*x, DraftTree((2, 2)), budget=3), ints(2, 7), floats(2, 7)),
+    "for_decode": (lambda pool, *x: for_decode(*x, **PAGES), ints(2, 2), ints(2)),
+    "for_target_verify": (
+        lambda pool, *x: for_target_verify(*x, num_tokens=3, depths=jnp.arange(3), **PAGES), ints(2, 2), ints(2),
+    ),
+    "for_draft_extend": (lambda pool, *x: for_draft_extend(*x, **PACKED), ints(2, 2), ints(2), ints(2)),
+    "for_draft_decode": (lambda pool, *x: for_draft_decode(*x, 1, num_tokens=3, **PAGES), ints(2, 2), ints(2)),
+    "for_mixed": (lambda pool, *x: for_mixed(*x, **PACKED), ints(2, 2), ints(2), ints(2)),
+    "read_latent": (lambda pool, *x: read_latent(pool, *x, 3), ints(2, 2), ints(2)),
+    "write_latent": (lambda pool, *x: write_latent(pool, *x).data, floats(2, 4), floats(2, 2), ints(2)),
+    "move_rows": (lambda pool, *x: move_rows(pool, *x).data, ints(2), ints(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("varying", ["the first", "the last", "all"])
+@pytest.mark.parametrize("case", AROUND_THE_OPS)
+def test_what_surrounds_the_ops_is_traced(case, varying):
+    """Whichever of its arguments differ between devices; nothing is compiled."""
+    function, *arrays = AROUND_THE_OPS[case]
+    chosen = {"the first": {0}, "the last": {len(arrays) - 1}, "all": set(range(len(arrays)))}[varying]
+    spec = MLASpec(num_heads=1, kv_lora_rank=4, qk_rope_head_dim=2, scale=1.0)
+    pool = jax.eval_shape(lambda: LatentPool.create(num_layers=1, num_pages=4, page_size=4, spec=spec, dtype="float32"))
+    differ = P("heads")
+
+    def run(pool, *arrays):
+        return jax.tree.map(
+            lambda x: x[None], function(pool, *(x[0] if i in chosen else x for i, x in enumerate(arrays)))
+        )
+
+    stacked = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) if i in chosen else x for i, x in enumerate(arrays)]
+    specs = (P(), *(differ if i in chosen else P() for i in range(len(arrays))))
+    jax.eval_shape(sharded(run, specs, differ, check_vma=True), pool, *stacked)
 
 
 def test_explicit_axes_are_refused():

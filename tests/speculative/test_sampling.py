@@ -149,11 +149,27 @@ def test_a_request_does_not_depend_on_its_batch():
     assert len({tuple(row) for row in together}) > 2
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_any_floating_dtype_is_compared_in_float32(dtype):
+    """Also where JAX promotes nothing by itself; 0.5 and 0.25 are exact in all of them."""
+    drafts, lens = jnp.asarray([[0, 2], [1, 3]], jnp.int32), jnp.asarray([3, 2], jnp.int32)
+    p = jnp.broadcast_to(jnp.asarray([0.5, 0.25, 0.25, 0.0], jnp.float32), (2, 3, 4))
+    keys = jax.random.split(jax.random.key(1), 2)
+    wants = [accept_sampled(keys, drafts, q, p, lens) for q in (None, p[:, :2])]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        p = jnp.asarray(p, dtype)
+        for want, q in zip(wants, (None, p[:, :2]), strict=True):
+            got = accept_sampled(keys, drafts, q, p, lens)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
 def test_errors(unchecked):
     keys, lens = jax.random.split(jax.random.key(0), 2), jnp.full(2, 3, jnp.int32)
     drafts, p = jnp.zeros((2, 2), jnp.int32), jnp.ones((2, 3, 5))
     for change, message in (
         ({"target_probs": p[:, :2]}, r"target_probs has shape \(2, 2, 5\), must be \[B, K \+ 1, vocab\] for \(2, 2\)"),
+        ({"target_probs": jnp.ones((2, 3, 5), jnp.int32)}, "target_probs has dtype int32, must be a floating dtype"),
         ({"draft_probs": p}, r"draft_probs has shape \(2, 3, 5\), must be \[B, K, vocab\] for \(2, 2\)"),
         ({"draft_probs": p[:, :2, :4]}, r"draft_probs has shape \(2, 2, 4\), must be \[B, K, vocab\]"),
     ):
