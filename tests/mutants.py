@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant("rope read right after the latent part", "cache/latent.py", "rows[..., self.rope_offset : self.rope_offset + rope_width]", "rows[..., latent_width : latent_width + rope_width]", WRITE + "test_rows_of_other_systems"),
     Mutant("layers over each other", "cache/latent.py", 'object.__setattr__(self, "layer_stride", self.num_pages)', 'object.__setattr__(self, "layer_stride", 0)', "tests/cache/test_placement.py::test_layers_are_one_after_the_other_unless_said"),
     Mutant("wide integers wrap", "mla_attn/checks.py", "if held.max > INT32_MAX:", "if held.max < 0:", "tests/test_checks.py::test_integers_of_any_width_become_int32"),
-    Mutant("merge trusts an empty part", "mla_attn/ops/merge.py", "jnp.where(share != 0, out.astype(jnp.float32) * share, -0.0)", "out.astype(jnp.float32) * share", MERGE + "test_empty_states_change_no_bit"),
+    Mutant("merge trusts an empty part", "mla_attn/ops/merge.py", "part = jnp.where(used, out.astype(jnp.float32), 0.0)", "part, used = out.astype(jnp.float32), True", MERGE + "test_empty_states_change_no_bit"),
     Mutant("sink in the LSE's sign", "mla_attn/ops/merge.py", "jax.nn.sigmoid(", "jax.nn.sigmoid(-1.0 * ", MERGE + "test_sink_enters_the_denominator_once"),
     Mutant("reference causal off by one", "mla_attn/reference/dense.py", "visible &= p <= at\n", "visible &= p <= at - 1\n", REFERENCE + "test_lengths_and_mixed_rows"),
     Mutant("reference drops its mask of values", "mla_attn/reference/dense.py", "jnp.where(seen, v, 0.0)", "v", REFERENCE + "test_poison_changes_no_bit"),

@@ -62,6 +62,9 @@ def merge_states(
     merged = jnp.full(outs[0].shape, -0.0, jnp.float32)  # the identity of addition: 0.0 would turn -0.0 into 0.0
     for out, weight in zip(outs, weights, strict=True):
         share = (weight / total * kept)[..., None]  # not exp(part - lse): a large lse is rounded more than its parts
-        merged += jnp.where(share != 0, out.astype(jnp.float32) * share, -0.0)
+        used = share != 0
+        # Masked before the product too: the derivative of `share` multiplies by it, and 0 * NaN is NaN.
+        part = jnp.where(used, out.astype(jnp.float32), 0.0)
+        merged += jnp.where(used, part * share, -0.0)
     merged = jnp.where(filled[..., None], merged, 0.0)
     return merged.astype(outs[0].dtype if out_dtype is None else out_dtype), lse

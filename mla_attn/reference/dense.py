@@ -46,7 +46,7 @@ def visible_keys(
 ) -> Bool[Array, "B S M"]:
     """Which key positions each row sees: the position of row j is ``kv_len - q_len + j``."""
     p, q_lens, kv_lens = positions[:, None, :], q_lens[:, None, None], kv_lens[:, None, None]
-    rows = jnp.arange(max_q_len)[None, :, None]
+    rows = jnp.arange(max_q_len, dtype=jnp.int32)[None, :, None]
     at = kv_lens - q_lens + rows
     visible = (rows < q_lens) & (p < kv_lens)
     if causal:
@@ -67,7 +67,7 @@ def to_blocks(
     """Packed rows to a dense block per request; positions past its length are zero."""
     if rows.shape[0] == 0:
         return jnp.zeros((starts.shape[0], length, *rows.shape[1:]), rows.dtype)
-    offset = jnp.arange(length)[None]
+    offset = jnp.arange(length, dtype=jnp.int32)[None]
     block = jnp.take(rows, starts[:, None] + offset, axis=0, mode="clip")
     kept = (offset < lens[:, None]).reshape(*block.shape[:2], *(1,) * (rows.ndim - 1))
     return jnp.where(kept, block, jnp.zeros((), block.dtype))
@@ -77,7 +77,7 @@ def to_rows(
     block: Float[Array, "B S *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], num_rows: int, fill: float
 ) -> Float[Array, "T *rest"]:
     """The inverse of ``to_blocks``; rows nobody owns hold ``fill``."""
-    offset = jnp.arange(block.shape[1])[None]
+    offset = jnp.arange(block.shape[1], dtype=jnp.int32)[None]
     target = starts[:, None] + offset
     owned = (starts[:, None] >= 0) & (offset < lens[:, None])
     target = jnp.where(owned & (target >= 0), target, num_rows)  # a negative index would wrap

@@ -1,14 +1,25 @@
 """Rows of each group times the group's own matrix, the specification."""
 
+import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
+from mla_attn.varying import vary_together
+
 
 def grouped_matmul(rows, weights, sizes):
-    """float32 [M, N]: every row times every matrix, and of those the row's own; 0 for rows of none."""
-    rows, weights = rows.astype(jnp.float32), weights.astype(jnp.float32)
-    ends = jnp.cumsum(sizes)
-    row = jnp.arange(rows.shape[0])[None]
-    own = (row >= (ends - sizes)[:, None]) & (row < ends[:, None])
-    products = jnp.einsum("mk,ekn->emn", rows, weights, precision=Precision.HIGHEST)
-    return jnp.where(own[:, :, None], products, 0.0).sum(axis=0)
+    """float32 [M, N]: all rows times one matrix after the other, and of those the row's own; 0 for rows of none."""
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+
+    def add_group(total, group):
+        matrix, end, size = group
+        own = ((row >= end - size) & (row < end))[:, None]
+        # Masked before the product too: the derivative would multiply other groups' rows, which may be NaN, by 0.
+        x = jnp.where(own, rows.astype(jnp.float32), 0.0)
+        product = jnp.matmul(x, matrix.astype(jnp.float32), precision=Precision.HIGHEST)
+        return total + jnp.where(own, product, 0.0), None
+
+    # A loop over groups: the products of all, [E, M, N], would be gigabytes for a model's experts.
+    total = vary_together(jnp.zeros((rows.shape[0], weights.shape[2]), jnp.float32), like=(rows, weights, sizes))
+    return jax.lax.scan(add_group, total, (weights, ends, sizes))[0]

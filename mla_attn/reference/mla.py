@@ -12,7 +12,7 @@ def mla_attention(q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, c
     m = metadata
     slots = m.page_table.shape[1] * pool.page_size
     latent, rope = read_latent(pool, m.page_table, jnp.zeros_like(m.kv_lens), slots, layer=layer)
-    positions = m.kv_offsets[:, None] + jnp.arange(slots)[None] * m.kv_stride
+    positions = m.kv_offsets[:, None] + jnp.arange(slots, dtype=jnp.int32)[None] * m.kv_stride
     q = to_blocks(jnp.concatenate([q_latent, q_rope], axis=-1), m.q_starts, m.q_lens, m.max_q_len)
     out, lse = attend(
         q,

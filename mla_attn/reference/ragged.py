@@ -8,7 +8,8 @@ from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 def ragged_attention(q, k, v, metadata, *, scale, causal, window, soft_cap, out_dtype):
     """``(out [T, H, V], lse float32 [T, H])``."""
     m = metadata
-    positions = jnp.broadcast_to(jnp.arange(m.max_kv_len), (m.kv_lens.shape[0], m.max_kv_len))
+    positions = jnp.arange(m.max_kv_len, dtype=jnp.int32)
+    positions = jnp.broadcast_to(positions, (m.kv_lens.shape[0], m.max_kv_len))
     out, lse = attend(
         to_blocks(q, m.q_starts, m.q_lens, m.max_q_len),
         to_blocks(k, m.kv_starts, m.kv_lens, m.max_kv_len),

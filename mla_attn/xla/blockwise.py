@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_attn.checks import INT32_MAX
 from mla_attn.metadata import row_owners
 from mla_attn.varying import vary_together
 
@@ -124,7 +125,7 @@ def blockwise_attention(
         return jnp.zeros((rows, heads, v_dim), jnp.float32), jnp.full((rows, heads), -jnp.inf, jnp.float32)
 
     first, count = _block_ranges(batch, plan, rules)
-    ends = jnp.cumsum(count)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
     share = -(-ends[-1] // plan.lanes)
     lanes = jnp.arange(plan.lanes, dtype=jnp.int32)
     group = heads // kv_heads
@@ -155,7 +156,7 @@ def blockwise_attention(
 
 
 def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
-    """First block and number of blocks of every tile: the key slots its rows can see, and no others."""
+    """First block and number of blocks of every tile: of the keys that its rows can see, and no others."""
     start = jnp.arange(plan.tiles, dtype=jnp.int32)[None] * plan.tile
     q_lens, kv_lens, offsets = (x[:, None] for x in (batch.q_lens, batch.kv_lens, batch.kv_offsets))
     base = kv_lens - q_lens
@@ -163,11 +164,13 @@ def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "t
     # Not base + start - window: a window of 2**31 - 1 before a negative position would wrap.
     begin = jnp.zeros_like(stop) if rules.window is None else jnp.maximum(base + start, 0) - rules.window + 1
 
-    def slot_of(position):  # of the first key at `position` or after it
-        return jnp.maximum(-(-(position - offsets) // batch.kv_stride), 0)
+    def key_index(position):  # index in the table of the first key at `position` or after it
+        distance = jnp.maximum(position, offsets) - offsets
+        distance = jnp.where(distance < 0, INT32_MAX, distance)  # a negative offset made it wrap
+        return -(-distance // batch.kv_stride)
 
-    first = jnp.minimum(slot_of(begin) // plan.block, plan.blocks)
-    stop_block = jnp.minimum(-(-slot_of(stop) // plan.block), plan.blocks)
+    first = jnp.minimum(key_index(begin) // plan.block, plan.blocks)
+    stop_block = jnp.minimum(-(-key_index(stop) // plan.block), plan.blocks)
     count = jnp.where(start < q_lens, jnp.maximum(stop_block - first, 0), 0)
     return jnp.broadcast_to(first, count.shape).ravel(), count.ravel()
 
@@ -190,7 +193,7 @@ def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> B
 
 
 def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n"]:
-    """The tree's say: keys before the mask's first column are visible, others if their bit is set."""
+    """The tree mask: keys before the mask's first column are visible, others if their bit is set."""
     width, columns = mask.shape[1:]
     column = after_prefix + columns - width
     rows = mask[request[:, None], jnp.minimum(row, width - 1)]

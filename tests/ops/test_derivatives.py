@@ -11,7 +11,7 @@ import helpers
 from mla_attn import steps
 from mla_attn.dispatch import compiling_for
 from mla_attn.metadata import RaggedMetadata
-from mla_attn.ops import mla_attention, ragged_attention
+from mla_attn.ops import merge_states, mla_attention, ragged_attention
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.support import H200
 
@@ -88,6 +88,21 @@ def test_grouped_matmul(implementation):
         return (grouped_matmul(rows, matrices, sizes, implementation=implementation) * weights).sum()
 
     check(loss, (rows, matrices))
+
+
+def test_merge_states():
+    """An empty partial holds NaN, which no derivative sees."""
+    rng = np.random.default_rng(0)
+    outs, lses = ([rng.standard_normal(s, np.float32) for _ in range(3)] for s in ((3, 2, 4), (3, 2)))
+    outs[1][0], lses[1][0] = np.nan, -np.inf  # one of three is empty
+    for out, lse in zip(outs, lses, strict=True):
+        out[2], lse[2] = np.nan, -np.inf  # all are
+    weights, sinks = jnp.asarray(rng.standard_normal((3, 2, 4), np.float32)), jnp.asarray([0.3, -0.5])
+    outs, lses = jnp.asarray(np.stack(outs)), jnp.asarray(np.stack(lses))
+    loss = loss_of(lambda outs, lses, sinks: merge_states([*outs], [*lses], sinks=sinks), weights)
+    check(functools.partial(loss, outs), (lses, sinks))
+    grad = jax.grad(loss)(outs, lses, sinks)
+    assert ((grad == 0) == jnp.isneginf(lses)[..., None]).all()
 
 
 def test_through_a_step():

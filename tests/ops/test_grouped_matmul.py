@@ -29,6 +29,17 @@ def test_runs_of_rows(sizes, dtype, implementation):
     assert (got[start:] == 0).all()
 
 
+def test_the_reference_holds_one_product_at_a_time():
+    """Those of all experts of a model would not fit a device; derivatives too."""
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((16, 8), "float32"), ((32, 8, 24), "float32"), ((32,), "int32"))]
+
+    def loss(rows, weights, sizes):
+        return grouped_matmul(rows, weights, sizes, implementation="reference").sum()
+
+    for function in (loss, jax.grad(loss, argnums=(0, 1))):
+        assert "f32[32,16,24]" not in str(jax.make_jaxpr(function)(*shapes))
+
+
 def test_no_rows():
     got = grouped_matmul(jnp.zeros((0, 64)), jnp.zeros((3, 64, 64)), jnp.zeros(3, jnp.int32))
     assert got.shape == (0, 64)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from mla_attn.cache import LatentPool
 from mla_attn.ops import mla, mla_attention
 from ops.base import MLATests
 from ops.lanes import shrink
+
+both = pytest.mark.parametrize("implementation", ["xla", "reference"])
 
 
 class TestReference(MLATests):
@@ -121,6 +124,33 @@ def test_the_call_without_changes_is_right(call):
 def test_errors(call, change, message):
     with pytest.raises(ValueError, match=message):
         call(**change)
+
+
+@both
+@pytest.mark.parametrize("window", [10**9, 2**31 - 1])
+def test_a_window_before_the_tables_first_key(implementation, window):
+    """A table that begins after the first row: the window's first position less the offset would wrap."""
+    batch = helpers.poisoned_batch(0, kv_lens=[12], q_lens=[12], kv_offsets=[4], window=window)
+    options = {"return_lse": True, "implementation": implementation}
+    out, lse = mla_attention(batch.q_latent, batch.q_rope, batch.pool, batch.metadata, batch.spec, **options)
+    want, want_lse, v_max = batch.expected()
+    assert np.isneginf(want_lse[:4]).all() and np.isfinite(want_lse[4:]).all()
+    helpers.assert_attention_close(out, lse, want, want_lse, visible_v_max=v_max, dtype=jnp.float32)
+
+
+@both
+def test_wide_integers_and_strict_promotion(implementation):
+    """Of ``jax_enable_x64``: no intermediate takes a wider type than the arrays."""
+    batch = helpers.poisoned_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+    arrays = batch.q_latent, batch.q_rope, batch.pool, batch.metadata
+    want = mla_attention(*arrays, batch.spec, return_lse=True, implementation=implementation)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        attend = functools.partial(mla_attention, spec=batch.spec, return_lse=True, implementation=implementation)
+        assert not re.search(r"\b[fi]64\[\d", str(jax.make_jaxpr(attend)(*arrays)))
+        got = attend(*arrays)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_a_tree_with_a_window_is_not_supported(call):

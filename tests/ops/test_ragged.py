@@ -1,9 +1,11 @@
 """``ragged_attention``: the shared tests for each implementation, and the errors of the op."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mla_attn.metadata import RaggedMetadata
@@ -51,6 +53,21 @@ def call(unchecked):
 
 def zeros(*shape, dtype=jnp.float32):
     return jnp.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_wide_integers_and_strict_promotion(implementation):
+    """Of ``jax_enable_x64``: no intermediate takes a wider type than the arrays."""
+    batch = ragged_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+    arrays = batch.q, batch.k, batch.v, RaggedMetadata(**batch.places, max_q_len=6, max_kv_len=40)
+    attend = functools.partial(ragged_attention, scale=0.3, return_lse=True, implementation=implementation)
+    want = attend(*arrays)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert not re.search(r"\b[fi]64\[\d", str(jax.make_jaxpr(attend)(*arrays)))
+        got = attend(*arrays)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_the_call_without_changes_is_right(call):
