@@ -5,7 +5,6 @@ first tokens, whoever computed them. The cache holds each such page once, beside
 when they end.
 """
 
-import collections
 import hashlib
 import itertools
 from collections.abc import Hashable, Sequence
@@ -29,7 +28,10 @@ class PrefixCache:
     def __init__(self, pages: PageAllocator):
         self._pages = pages
         self.held = np.zeros(pages.num_pages, np.int32)
-        self._kept: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
+        self._kept: dict[bytes, int] = {}  # page of each digest
+        self._digest_of: dict[int, bytes] = {}  # the other way round
+        self._last_use = np.zeros(pages.num_pages, np.int64)  # of kept pages, by ``_clock``
+        self._clock = 0
 
     @property
     def num_pages(self) -> int:
@@ -39,7 +41,11 @@ class PrefixCache:
     @property
     def num_idle_pages(self) -> int:
         """Pages that nobody holds but this cache: ``evict`` can free as many."""
-        return int(np.count_nonzero((self.held > 0) & (self._pages.holders == 1)))
+        return int(np.count_nonzero(self._idle))
+
+    @property
+    def _idle(self) -> np.ndarray:
+        return (self.held > 0) & (self._pages.holders == 1)
 
     def extend_digests(
         self, digests: list[bytes], tokens: Sequence[int] | np.ndarray, *, kind: Hashable = None
@@ -89,22 +95,27 @@ class PrefixCache:
         for page, digest in zip(row[begin:].tolist(), digests[begin:], strict=False):
             if digest not in self._kept:
                 self._pages.hold(page)
-                self._kept[digest] = page
+                self._kept[digest], self._digest_of[page] = page, digest
                 self.held[page] = 1
         self._touch(digests[begin:])
 
     def evict(self, num_pages: int) -> bool:
         """Let go of least recently used pages until ``num_pages`` are free in the allocator; of none if that cannot be.
 
-        The end of a text goes before its beginning. Returns whether that many are free now.
+        The end of a text goes before its beginning. Returns whether that many are free now. Pages are chosen by array
+        operations over all of them: requests that run may hold tens of thousands, which no loop may pass over for each
+        page that is wanted.
         """
         num_pages = check_integer("num_pages", num_pages, 0)
-        if num_pages > self._pages.num_free + self.num_idle_pages:
+        missing = num_pages - self._pages.num_free
+        if missing <= 0:
+            return True
+        idle = np.flatnonzero(self._idle)
+        if missing > len(idle):
             return False
-        holders, missing = self._pages.holders, max(num_pages - self._pages.num_free, 0)
-        idle = (digest for digest, page in self._kept.items() if holders[page] == 1)
-        for digest in list(itertools.islice(idle, missing)):
-            self._drop(digest)
+        oldest = np.argpartition(self._last_use[idle], missing - 1)[:missing]
+        for page in idle[oldest].tolist():
+            self._drop(self._digest_of[page])
         return True
 
     def clear(self) -> None:
@@ -114,10 +125,12 @@ class PrefixCache:
 
     def _drop(self, digest: bytes) -> None:
         page = self._kept.pop(digest)
+        del self._digest_of[page]
         self.held[page] = 0
         self._pages.release(page)
 
     def _touch(self, digests: Sequence[bytes]) -> None:
         """The first last: a beginning outlives what follows it."""
         for digest in reversed(digests):
-            self._kept.move_to_end(digest)
+            self._clock += 1
+            self._last_use[self._kept[digest]] = self._clock

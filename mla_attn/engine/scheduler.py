@@ -99,7 +99,8 @@ class Request:
         self.digests: list[bytes] = []  # of its full pages so far
         self.last_token = now  # when it came
         self.cancelled = self.finished = False
-        self.num_faults, self.fault = 0, None
+        self.num_faults = 0
+        self.fault: BaseException | None = None
         self.rewind()
 
     def rewind(self) -> None:

@@ -1,6 +1,7 @@
 """The passes that draft a tree with the model's draft layer, verify it, and bring the draft layer up to date."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ class DraftPasses:
         if max(tree.widths) > model.vocab_size:
             raise ValueError(f"tree of widths {tree.widths}: each must be at most vocab_size={model.vocab_size}")
         self._passes, self.tree, self._dim = passes, tree, model.hidden_size
-        self._sizes = {"nodes": tree.size - 1, "path": tree.depth + 1}
+        self._sizes: dict[str, Any] = {"nodes": tree.size - 1, "path": tree.depth + 1}
 
     @functools.cached_property
     def draft_prefill(self) -> Buckets:

@@ -1,5 +1,7 @@
 """The prefix cache: what is found is what was kept, and pages are never lost."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -162,6 +164,38 @@ def test_pages_are_kept_as_a_request_goes_on(pages, cache):
         assert (len(digests), cache.num_pages) == (end // P, end // P)
     assert digests == names(cache, tokens)
     assert cache.fork("other", digests) == 3 * P
+
+
+def lines_of(call) -> int:
+    """Lines of Python that a call runs."""
+    lines = []
+
+    def trace(frame, event, argument):
+        lines.append(event)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return len(lines)
+
+
+def test_pages_in_use_are_not_looked_at_one_by_one():
+    """However many running requests hold, to make room for one page takes as many steps."""
+    steps = []
+    for held in (8, 4096):
+        pages = PageAllocator(held + 4, P, table_width=held)
+        cache = PrefixCache(pages)
+        tokens = np.arange(held * P)
+        pages.create("runs", held * P)
+        cache.keep("runs", names(cache, tokens))
+        served(pages, cache, "ended", -1 - np.arange(4 * P))
+        steps.append(lines_of(lambda cache=cache: cache.evict(1)))
+        assert (pages.num_free, cache.num_idle_pages) == (1, 3)
+    assert steps[0] == steps[1]
 
 
 def test_clear(pages, cache):

@@ -1,5 +1,6 @@
 """The engine: what it answers, whoever else it serves and however short pages are."""
 
+import asyncio
 import collections
 import dataclasses
 import logging

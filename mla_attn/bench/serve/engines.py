@@ -48,6 +48,7 @@ class SimulatedEngine(Engine):
 
     def simulate(self, acceptance: float) -> None:
         """From now on, drafts are right with this probability; programs stay as they are."""
+        assert isinstance(self._passes, _SimulatedPasses)
         self._passes.simulate(acceptance)
 
 
