@@ -1,4 +1,4 @@
-"""Argument checks of the whole package: static integers and numbers, and the shapes and dtypes of arrays.
+"""Argument checks of the whole package: static integers, numbers and flags, and the shapes and dtypes of arrays.
 
 Each raises ``ValueError`` with the argument's name, its value and what is allowed, and those that convert return what
 was meant: a Python number, or an int32 array.
@@ -57,6 +57,13 @@ def check_index(name: str, value: int | Int[Array, ""], least: int, most: int = 
     if not isinstance(value, jax.core.Tracer):
         check_integer(name, int(value), least, most)
     return as_int32(name, value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A static flag, Python's or NumPy's, as Python's. Arrays, numbers and strings are refused: "False" is true."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return bool(value)
 
 
 def check_number(

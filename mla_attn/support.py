@@ -1,6 +1,7 @@
 """What each implementation says of a call, and of a list of them: the table in README and ``mla-attn supports``."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -106,7 +107,7 @@ def supports(
         op: "mla_attention", "ragged_attention" or "grouped_matmul".
         platform: "cpu", "gpu" or "tpu"; where neither this nor ``compute_capability`` is given, the current device
             answers.
-        compute_capability: of an NVIDIA GPU, "9.0" for Hopper.
+        compute_capability: of an NVIDIA GPU, a string such as "9.0" for Hopper.
         facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
             ``page_size``, ``dtype``, ``row_width`` and ``rope_offset`` of the pool, ``max_q_len``, ``causal``, ``tree``
             (whether there is a ``tree_mask``), ``batch_invariant``, and the fields of ``MLASpec``. For
@@ -139,6 +140,11 @@ def _device(platform: str | None, compute_capability: str | None) -> Device:
     platform = "gpu" if platform is None else platform
     if platform not in ("cpu", "gpu", "tpu"):
         raise ValueError(f"platform={platform!r} must be cpu, gpu or tpu")
+    if compute_capability is not None:
+        if not isinstance(compute_capability, str) or not re.fullmatch(r"\d+\.\d+", compute_capability):
+            raise ValueError(f"compute_capability={compute_capability!r} must be a string such as '9.0'")
+        if platform != "gpu":
+            raise ValueError(f"compute_capability={compute_capability!r} with platform={platform!r}: must be of a gpu")
     return Device(platform, compute_capability)
 
 

@@ -20,6 +20,16 @@ def test_what_is_no_integer(value, unchecked):
         checks.check_integer("size", value, 1, 5)
 
 
+@pytest.mark.parametrize("value", ["False", None, 0, 1, 1.0, [True], np.array(True), jnp.bool_(False)], ids=repr)
+def test_what_is_no_flag(value, unchecked):
+    with pytest.raises(ValueError, match=r"(?s)causal=.* must be True or False"):
+        checks.check_flag("causal", value)
+
+
+def test_flags_become_pythons():
+    assert checks.check_flag("causal", True) is True and checks.check_flag("causal", np.bool_(False)) is False
+
+
 def test_integers_become_pythons():
     """A product of NumPy's int8 would wrap."""
     got = checks.check_integer("size", np.int8(100), 1)

@@ -27,7 +27,7 @@ def test_the_table_asks_every_implementation(op):
         assert all(answers[name] == (reason or "yes") for name, reason in told.items())
 
 
-def test_supports_answers_for_any_call():
+def test_supports_answers_for_any_call(unchecked):
     answers = supports("mla_attention", num_heads=20, page_size=48, batch_invariant=True, platform="gpu")
     assert "batch_invariant" in answers["xla"]
     assert supports("mla_attention", num_heads=20)["xla"] is None
@@ -54,6 +54,11 @@ def test_supports_answers_for_any_call():
         ("grouped_matmul", {"dtype": "float32"}, "float32 rows and weights: must be bfloat16"),
     ):
         assert supports(op, **hopper, **facts) == {"mosaic_gpu": reason, "xla": None, "reference": None}
+    for wrong in ({"compute_capability": 9.0}, {"compute_capability": "hopper"}, {**hopper, "platform": "cpu"}):
+        with pytest.raises(ValueError, match=r"compute_capability=.* must be"):
+            supports("mla_attention", **wrong)
+    with pytest.raises(ValueError, match="batch_invariant='no' must be True or False"):
+        supports("mla_attention", batch_invariant="no")
     with pytest.raises(ValueError, match="must be one of"):
         supports("gqa_attention")
     with pytest.raises(ValueError, match="colour"):

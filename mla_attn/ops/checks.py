@@ -1,8 +1,10 @@
 """Checks that the paged ops share, when traced."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
-from mla_attn.checks import check_array, check_integer, check_shape, check_type
+from mla_attn.checks import INT32_MAX, check_array, check_integer, check_shape, check_type
 
 
 def check_pool(pool, spec, metadata) -> None:
@@ -19,8 +21,8 @@ def check_pool(pool, spec, metadata) -> None:
         )
 
 
-def check_paged_metadata(metadata) -> None:
-    """Shapes, dtypes and static fields of ``AttentionMetadata``, which may have been made by hand."""
+def check_paged_metadata(metadata):
+    """The ``AttentionMetadata``, its static fields as Python's integers; it may have been made by hand."""
     batch = metadata.q_lens.shape[0]
     for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets"):
         check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")
@@ -30,8 +32,16 @@ def check_paged_metadata(metadata) -> None:
         check_type(f"metadata.{name}", getattr(metadata, name), jnp.int32)
     if metadata.page_table.shape[1] < 1:
         raise ValueError(f"metadata.page_table has shape {metadata.page_table.shape}: W must be at least 1")
-    for name in ("max_q_len", "kv_stride"):
-        check_integer(f"metadata.{name}", getattr(metadata, name), 1)
+    return static_integers(metadata, "max_q_len", "kv_stride", "page_size")
+
+
+def static_integers(metadata, *names: str):
+    """The metadata with these static fields as Python's integers: sums of NumPy's wrap. A None stays."""
+    given = {name: getattr(metadata, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None or name != "page_size"}
+    checked = {name: check_integer(f"metadata.{name}", value, 1, INT32_MAX) for name, value in given.items()}
+    changed = {name: value for name, value in checked.items() if value is not given[name]}
+    return dataclasses.replace(metadata, **changed) if changed else metadata
 
 
 def check_tree_mask(tree_mask, metadata) -> None:

@@ -62,7 +62,7 @@ def grouped_matmul(
     Raises:
         ValueError: wrong shape or dtype, when traced.
         NotImplementedError: no implementation (or none of those named) supports the call, with the reason; when it is
-            differentiated, "mosaic_gpu".
+            differentiated, "mosaic_gpu"; arrays are sharded over explicit mesh axes.
     """
     for name, array, axes in (("rows", rows, "[M, K]"), ("weights", weights, "[E, K, N]")):
         check_array(name, array)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool
 from mla_attn.cache.formats import RowFormat
-from mla_attn.checks import check_integer, check_out_dtype, check_shape, check_type
+from mla_attn.checks import check_flag, check_integer, check_out_dtype, check_shape, check_type
 from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
@@ -47,10 +47,12 @@ class MLACall:
         """The facts of calls over ``pool``, which may be abstract (of ``jax.eval_shape``).
 
         Raises:
-            ValueError: a combination that no call may have.
+            ValueError: a value or a combination that no call may have.
         """
-        check_integer("max_q_len", max_q_len, 1)
-        if spec.window is not None and not causal:
+        max_q_len = check_integer("max_q_len", max_q_len, 1)
+        flags = {"causal": causal, "tree": tree, "batch_invariant": batch_invariant}
+        flags = {name: check_flag(name, value) for name, value in flags.items()}
+        if spec.window is not None and not flags["causal"]:
             raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
         return cls(
             spec=spec,
@@ -59,9 +61,7 @@ class MLACall:
             row_width=pool.row_width,
             rope_offset=pool.rope_offset,
             max_q_len=max_q_len,
-            causal=causal,
-            tree=tree,
-            batch_invariant=batch_invariant,
+            **flags,
         )
 
 
@@ -137,12 +137,14 @@ def mla_attention(
 
     Raises:
         ValueError: wrong shape, dtype or static value, when traced.
-        NotImplementedError: no implementation (or none of those named) supports the call, with the reason.
+        NotImplementedError: no implementation (or none of those named) supports the call, with the reason; arrays are
+            sharded over explicit mesh axes.
 
     The derivative of "xla", in either mode, is that of "reference", which holds every score at once: float32
     [B, S, H, W * P]. "mosaic_gpu" has none: NotImplementedError.
     """
-    _check(q_latent, q_rope, pool, metadata, spec, tree_mask)
+    metadata = _check(q_latent, q_rope, pool, metadata, spec, tree_mask)
+    return_lse = check_flag("return_lse", return_lse)
     check_out_dtype(out_dtype)
     call = MLACall.of(
         pool,
@@ -158,8 +160,8 @@ def mla_attention(
         IMPLEMENTATIONS,
         (q_latent, q_rope, pool, metadata, jnp.asarray(pool.placement.check_layer(layer), jnp.int32), tree_mask),
         spec=spec,
-        causal=causal,
-        batch_invariant=batch_invariant,
+        causal=call.causal,
+        batch_invariant=call.batch_invariant,
         out_dtype=np.dtype(q_latent.dtype if out_dtype is None else out_dtype),
     )
     return (out, lse) if return_lse else out
@@ -188,8 +190,11 @@ def plan_mla(
         out_dtype: dtype of their results.
 
     Raises:
+        ValueError: wrong shape, dtype or static value.
         NotImplementedError: no implementation (or none of those named) supports such calls, with the reason.
     """
+    metadata = check_paged_metadata(metadata)
+    check_out_dtype(out_dtype)
     call = MLACall.of(
         pool, spec, max_q_len=metadata.max_q_len, causal=causal, tree=tree, batch_invariant=batch_invariant
     )
@@ -198,11 +203,12 @@ def plan_mla(
         return metadata
     metadata = dataclasses.replace(metadata, work_plan=None)  # a list it has may be of other lengths
     return chosen.plan(
-        metadata, pool, spec, causal=causal, batch_invariant=batch_invariant, out_dtype=np.dtype(out_dtype)
+        metadata, pool, spec, causal=call.causal, batch_invariant=call.batch_invariant, out_dtype=np.dtype(out_dtype)
     )
 
 
-def _check(q_latent, q_rope, pool, metadata, spec, tree_mask):
+def _check(q_latent, q_rope, pool, metadata, spec, tree_mask) -> AttentionMetadata:
+    """The metadata, its static fields as Python's numbers."""
     rows = metadata.slots.shape[0]
     check_shape("q_latent", q_latent, (rows, spec.num_heads, spec.kv_lora_rank), "T of metadata.slots, spec's H and R")
     check_shape("q_rope", q_rope, (rows, spec.num_heads, spec.qk_rope_head_dim), "T of metadata.slots, spec's H and E")
@@ -211,5 +217,6 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask):
     if q_latent.dtype != q_rope.dtype:
         raise ValueError(f"q_rope has dtype {q_rope.dtype}, must be q_latent's {q_latent.dtype}")
     check_pool(pool, spec, metadata)
-    check_paged_metadata(metadata)
+    metadata = check_paged_metadata(metadata)
     check_tree_mask(tree_mask, metadata)
+    return metadata

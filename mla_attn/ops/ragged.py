@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from mla_attn.checks import (
     check_array,
-    check_integer,
+    check_flag,
     check_out_dtype,
     check_scale,
     check_shape,
@@ -20,6 +20,7 @@ from mla_attn.checks import (
 )
 from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.metadata import RaggedMetadata
+from mla_attn.ops.checks import static_integers
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
@@ -100,7 +101,8 @@ def ragged_attention(
 
     Raises:
         ValueError: wrong shape, dtype or static value, when traced.
-        NotImplementedError: no implementation (or none of those named) supports the call, with the reason.
+        NotImplementedError: no implementation (or none of those named) supports the call, with the reason; arrays are
+            sharded over explicit mesh axes.
 
     The derivative, in either mode, is that of "reference", which holds every score at once: float32 [B, max_q_len, H,
     max_kv_len].
@@ -111,7 +113,8 @@ def ragged_attention(
     check_shape("v", v, (*k.shape[:2], v.shape[2]), "[Tk, K, V] with k's Tk and K")
     if k.dtype != v.dtype:
         raise ValueError(f"v has dtype {v.dtype}, must be k's {k.dtype}")
-    check_ragged_metadata(metadata)
+    metadata = check_ragged_metadata(metadata)
+    causal, return_lse = check_flag("causal", causal), check_flag("return_lse", return_lse)
     scale, window, soft_cap = check_scale(scale), check_window(window), check_soft_cap(soft_cap)
     if window is not None and not causal:
         raise ValueError(f"window={window} with causal={causal}: a window needs causal=True")
@@ -138,11 +141,10 @@ def check_heads(name: str, array, axes: str) -> None:
     check_type(name, array, jnp.floating)
 
 
-def check_ragged_metadata(metadata: RaggedMetadata) -> None:
-    """Shapes, dtypes and static fields of what is often made by hand."""
+def check_ragged_metadata(metadata: RaggedMetadata) -> RaggedMetadata:
+    """The metadata, its static fields as Python's integers; it is often made by hand."""
     for name in ("q_starts", "q_lens", "kv_starts", "kv_lens"):
         array = getattr(metadata, name)
         check_shape(f"metadata.{name}", array, metadata.q_lens.shape[:1], "[B] of metadata.q_lens")
         check_type(f"metadata.{name}", array, jnp.int32)
-    for name in ("max_q_len", "max_kv_len"):
-        check_integer(f"metadata.{name}", getattr(metadata, name), 1)
+    return static_integers(metadata, "max_q_len", "max_kv_len")

@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 
+from mla_attn.checks import check_flag
 from mla_attn.dispatch import requested
+
+_FLAGS = ("return_lse", "batch_invariant")
 
 
 class EntryPoint:
     """A jitted step whose ``implementation`` is settled at every call: ``MLA_ATTN_IMPLEMENTATION`` holds as it is then.
 
-    What JAX caches knows nothing of the environment. The pool is donated; ``trace`` and ``lower`` are those of
-    ``jax.jit``.
+    What JAX caches knows nothing of the environment. The pool is donated; ``trace``, ``lower`` and
+    ``eval_shape`` are those of ``jax.jit``.
     """
 
     def __init__(self, step: Callable[..., Any], static: tuple[str, ...]):
@@ -30,10 +33,15 @@ class EntryPoint:
     def lower(self, *args, implementation=None, **kwargs) -> jax.stages.Lowered:
         return self._program.lower(*args, **self._settled(kwargs, implementation))
 
+    def eval_shape(self, *args, implementation=None, **kwargs) -> Any:
+        return self._program.eval_shape(*args, **self._settled(kwargs, implementation))
+
     def _settled(self, kwargs: dict[str, Any], implementation) -> dict[str, Any]:
         for name in self._static:
             if isinstance(kwargs.get(name), jax.Array):
                 raise ValueError(f"{name}={kwargs[name]!r} must be static, not an array")
+        # Here, where a list is no error of JAX's yet and NumPy's True no other program than Python's.
+        kwargs |= {name: check_flag(name, kwargs[name]) for name in _FLAGS if name in kwargs}
         return {**kwargs, "implementation": requested(implementation)}
 
 

@@ -39,7 +39,8 @@ class QueryScaling:
 
     def __post_init__(self):
         object.__setattr__(self, "beta", check_number("beta", self.beta))
-        check_integer("original_max_position", self.original_max_position, 1, INT32_MAX)
+        most = check_integer("original_max_position", self.original_max_position, 1, INT32_MAX)
+        object.__setattr__(self, "original_max_position", most)
 
     def factors(self, positions: Int[Array, "T"]) -> Float[Array, "T"]:
         """float32 factor of each row."""
@@ -173,7 +174,7 @@ def prefill(
     Raises:
         ValueError, NotImplementedError: as ``write_latent`` and ``ragged_attention``.
     """
-    _check_expanded(q, k, v, pool, metadata, spec)
+    metadata = _check_expanded(q, k, v, pool, metadata, spec)
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
     out, lse = attend_fresh(_scaled(q, metadata, query_scaling), k, v, metadata, spec, implementation=implementation)
     out = out.astype(q.dtype)
@@ -236,7 +237,7 @@ def extend(
     if metadata.kv_stride != 1:
         raise NotImplementedError(f"extend with kv_stride={metadata.kv_stride} is not supported: use absorbed_extend")
     chunk_size = check_integer("chunk_size", chunk_size, 1)
-    _check_expanded(q, k, v, pool, metadata, spec)
+    metadata = _check_expanded(q, k, v, pool, metadata, spec)
     check_shape("w_uk", w_uk, (spec.num_heads, q.shape[2] - rope.shape[1], spec.kv_lora_rank), "[H, D - E, R]")
     check_shape("w_uv", w_uv, (spec.num_heads, v.shape[2], spec.kv_lora_rank), "[H, V, R]")
     for name, array in (("w_uk", w_uk), ("w_uv", w_uv)):
@@ -259,7 +260,8 @@ def extend(
     return (out, lse, pool) if return_lse else (out, pool)
 
 
-def _check_expanded(q, k, v, pool, metadata, spec):
+def _check_expanded(q, k, v, pool, metadata, spec) -> AttentionMetadata:
+    """The metadata, its static fields as Python's numbers."""
     for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[T, H, D]"), ("v", v, "[T, H, V]")):
         check_heads(name, array, axes)
     rows = (metadata.slots.shape[0], spec.num_heads)
@@ -267,4 +269,4 @@ def _check_expanded(q, k, v, pool, metadata, spec):
     check_shape("k", k, (*rows, q.shape[2]), "as q")
     check_shape("v", v, (*rows, v.shape[2]), "rows and heads of q")
     check_pool(pool, spec, metadata)
-    check_paged_metadata(metadata)
+    return check_paged_metadata(metadata)

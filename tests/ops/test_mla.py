@@ -99,6 +99,10 @@ def test_the_call_without_changes_is_right(call):
         ({"layer": zeros(1, dtype=int)}, r"layer is int32\[1\], must be one integer"),
         ({"layer": zeros()}, r"layer is float32\[\], must be one integer"),
         ({"causal": False, "spec": {"window": 3}}, "causal=False with window=3"),
+        ({"causal": "False"}, "causal='False' must be True or False"),
+        ({"causal": jnp.bool_(True)}, r"causal=Array\(True.* must be True or False"),
+        ({"batch_invariant": [True]}, r"batch_invariant=\[True\] must be True or False"),
+        ({"return_lse": 1}, "return_lse=1 must be True or False"),
         ({"out_dtype": jnp.int8}, "out_dtype=int8 must be a floating dtype"),
         ({"metadata": {"kv_lens": zeros(3, dtype=int)}}, r"metadata.kv_lens has shape \(3,\), must be \(2,\)"),
         ({"metadata": {"q_starts": zeros(2, 1, dtype=int)}}, r"metadata.q_starts has shape \(2, 1\), must be \(2,\)"),
@@ -107,8 +111,8 @@ def test_the_call_without_changes_is_right(call):
         ({"metadata": {"page_table": zeros(3, 4, dtype=int)}}, r"page_table has shape \(3, 4\), must be \(2, 4\)"),
         ({"metadata": {"page_table": zeros(2, 0, dtype=int)}}, r"page_table has shape \(2, 0\): W must be at least 1"),
         ({"metadata": {"page_size": 8}}, "metadata was built with page_size=8, but the pool has page_size=4"),
-        ({"metadata": {"max_q_len": 0}}, "metadata.max_q_len=0 must be an integer of at least 1"),
-        ({"metadata": {"kv_stride": 0}}, "metadata.kv_stride=0 must be an integer of at least 1"),
+        ({"metadata": {"max_q_len": 0}}, "metadata.max_q_len=0 must be an integer from 1 to 2147483647"),
+        ({"metadata": {"kv_stride": 0}}, "metadata.kv_stride=0 must be an integer from 1 to 2147483647"),
         (
             {"tree_mask": zeros(2, 2, 2)},
             r"tree_mask is float32\[2, 2, 2\], must be bool \[B, S, M\] = \[2, 2, at least 2\]",
@@ -151,6 +155,25 @@ def test_wide_integers_and_strict_promotion(implementation):
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int8])
+def test_narrow_static_sizes(dtype):
+    """NumPy's: ``-(-5 // 3)`` of an unsigned integer is none, and products of narrow ones wrap."""
+    batch = helpers.poisoned_batch(0, kv_lens=[9], q_lens=[5], max_q_len=5)
+    sizes = {"max_q_len": dtype(5), "kv_stride": dtype(1), "page_size": dtype(4)}
+    narrow = dataclasses.replace(batch.metadata, **sizes)
+    arrays = batch.q_latent, batch.q_rope, batch.pool
+    want, got = (
+        jax.make_jaxpr(functools.partial(mla_attention, spec=batch.spec))(*arrays, m)
+        for m in (
+            batch.metadata,
+            narrow,
+        )
+    )
+    assert str(got) == str(want)
+    planned = mla.plan_mla(narrow, batch.pool, batch.spec)
+    assert [type(getattr(planned, name)) for name in sizes] == [int] * 3
 
 
 def test_a_tree_with_a_window_is_not_supported(call):

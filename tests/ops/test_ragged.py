@@ -70,6 +70,18 @@ def test_wide_integers_and_strict_promotion(implementation):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_narrow_static_sizes(dtype):
+    """NumPy's: ``-(-6 // 4)`` of an unsigned integer is none."""
+    batch = ragged_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
+    arrays, attend = (batch.q, batch.k, batch.v), functools.partial(ragged_attention, scale=0.3)
+    want, got = (
+        jax.make_jaxpr(attend)(*arrays, RaggedMetadata(**batch.places, max_q_len=kind(6), max_kv_len=kind(40)))
+        for kind in (int, dtype)
+    )
+    assert str(got) == str(want)
+
+
 def test_the_call_without_changes_is_right(call):
     assert call().shape == (12, 4, 16)
 
@@ -78,6 +90,8 @@ def test_the_call_without_changes_is_right(call):
     "change, message",
     [
         ({"q": zeros(12, 4, 25)}, r"q has shape \(12, 4, 25\), must be \(12, 4, 24\)"),
+        ({"causal": "False"}, "causal='False' must be True or False"),
+        ({"return_lse": [True]}, r"return_lse=\[True\] must be True or False"),
         ({"q": zeros(12, 24)}, r"q has shape \(12, 24\), must be \[T, H, D\]"),
         ({"k": zeros(80, 48)}, r"k has shape \(80, 48\), must be \[Tk, K, D\]"),
         ({"v": zeros(80, 32)}, r"v has shape \(80, 32\), must be \[Tk, K, V\]"),
@@ -89,8 +103,8 @@ def test_the_call_without_changes_is_right(call):
         ({"metadata": {"q_lens": zeros(3, dtype=int)}}, r"metadata.q_starts has shape \(2,\), must be \(3,\)"),
         ({"metadata": {"kv_lens": zeros(3, dtype=int)}}, r"metadata.kv_lens has shape \(3,\), must be \(2,\)"),
         ({"metadata": {"kv_starts": zeros(2)}}, "metadata.kv_starts has dtype float32, must be int32"),
-        ({"metadata": {"max_q_len": 0}}, "metadata.max_q_len=0 must be an integer of at least 1"),
-        ({"metadata": {"max_kv_len": 0}}, "metadata.max_kv_len=0 must be an integer of at least 1"),
+        ({"metadata": {"max_q_len": 0}}, "metadata.max_q_len=0 must be an integer from 1 to 2147483647"),
+        ({"metadata": {"max_kv_len": 0}}, "metadata.max_kv_len=0 must be an integer from 1 to 2147483647"),
         ({"scale": float("nan")}, "scale=nan must be a finite number above 0"),
         ({"scale": 0.0}, "scale=0.0 must be a finite number above 0"),
         ({"window": 0}, "window=0 must be an integer from 1 to 2147483647"),

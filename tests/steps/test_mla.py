@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pydoc
 
 import jax
 import jax.numpy as jnp
@@ -388,6 +389,8 @@ ERRORS = [
     ({"spec": dataclasses.replace(SPEC, num_heads=4)}, ValueError, r"q has shape \(20, 3, 12\), must be \(20, 4, 12\)"),
     ({"spec": dataclasses.replace(SPEC, kv_lora_rank=12)}, ValueError, r"pool stores 16 latent \+ 4 rope channels"),
     ({"implementation": "cuda"}, ValueError, "implementation='cuda' must be one of"),
+    ({"return_lse": "no"}, ValueError, "return_lse='no' must be True or False"),
+    ({"return_lse": [True]}, ValueError, r"return_lse=\[True\] must be True or False"),
     ({"layer": 0.5}, ValueError, r"layer is float32\[\], must be one integer"),
 ]
 
@@ -405,6 +408,8 @@ def test_errors_of_expanded_modes(unchecked, world, step, change, error, message
     call |= {"pool": world.pool((2, 2, 2)), "metadata": metadata, "spec": SPEC, **change}
     with pytest.raises(error, match=message):
         step.trace(**call)
+    with pytest.raises(error, match=message):
+        step.eval_shape(**call)
 
 
 @pytest.mark.parametrize("mode", ABSORBED)
@@ -440,3 +445,4 @@ def test_steps_are_told_apart(step):
     """Profiles and compilation logs show each under its own name, and each says what it takes."""
     assert step.__name__ in ("decode", "target_verify", "draft_extend", "draft_decode", "prefill", "extend")
     assert "Args:" in step.__doc__ and getattr(steps, step.__name__) is step
+    assert "metadata: " in pydoc.render_doc(step)
