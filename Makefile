@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it makes.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint mutants cuda-aot clean
+.PHONY: help demo quick test test-slow lint mutants cuda-aot clean
 
 # Compiled Python is kept, whatever the shell says: without it every test process compiles all files for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,6 +17,9 @@ help: ## Show this list
 demo: .venv/installed-demo ## Generate text from a small DeepSeek-V3 checkpoint, plain and speculative
 	@.venv/bin/mla-attn demo $(CHECKPOINT)
 
+quick: .venv/installed-test ## Run the tests for an inner loop: one dtype, one layout, no engine traffic
+	@$(PYTEST) -m "quick and not slow"
+
 test: .venv/installed-test ## Run the tests but the slow ones (options: .venv/bin/python -m pytest --help)
 	@$(PYTEST) -m "not slow"
 
@@ -27,7 +30,7 @@ lint: .venv/installed-lint ## Check style, types and the direction of imports
 	@.ci/lint .venv/bin
 
 mutants: .venv/installed-test ## Break the code in many small ways and see the tests notice
-	@.venv/bin/python -m tests.mutants
+	@.venv/bin/python -m tests.mutants $(CONTROL)
 
 cuda-aot: .venv/cuda-aot/installed ## Fetch XLA's CUDA compiler, so that tests can compile for GPUs without one
 

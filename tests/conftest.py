@@ -6,13 +6,12 @@ import jax
 import jaxtyping
 import pytest
 
+import selections
 import source_tree
 
 HELPERS = ("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.base", "ops.ragged_base")
 pytest.register_assert_rewrite(*HELPERS)
 SHAPES_CHECKED = source_tree.install()
-
-
 QUICK_COMPILES = "--xla_backend_optimization_level=0"
 
 
@@ -23,9 +22,7 @@ def compile_quickly():
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_backend_optimization_level" not in flags:
-        os.environ["XLA_FLAGS"] = (
-            f"{flags} {QUICK_COMPILES}"  # read when the backend starts, here and in processes that tests start
-        )
+        os.environ["XLA_FLAGS"] = f"{flags} {QUICK_COMPILES}"  # read when a backend starts, in child processes too
 
 
 def keep_compiled_programs():
@@ -63,7 +60,14 @@ def pytest_report_header():
     return f"jax {jax.__version__} on {jax.default_backend()}, shape annotations {checks}"
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for name in selections.selections(item.nodeid):
+            item.add_marker(name)
+    whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.getoption("ignore")
+    if whole_suite and (begins := selections.unmatched([item.nodeid for item in items])):
+        raise pytest.UsageError(f"tests/lib/selections.py names tests that there are not: {', '.join(begins)}")
     if any("gpu" in item.keywords for item in items) and jax.default_backend() != "gpu":
         for item in items:
             if "gpu" in item.keywords:

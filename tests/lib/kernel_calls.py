@@ -2,11 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import helpers
 from mla_attn.dispatch import compiling_for
+from mla_attn.mosaic_gpu.hopper import refuses
 from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.support import H200
+
+# The oldest jax that the library runs on has not all that its kernels need.
+needs_kernels = pytest.mark.skipif(refuses(H200) is not None, reason=f"no kernel on an H200: {refuses(H200)}")
 
 # What differs from a decode call of 16 heads, 512 + 64 channels, pages of 64.
 CALLS = {

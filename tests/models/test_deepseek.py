@@ -10,6 +10,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from checkpoints import V2, V3
+from kernel_calls import needs_kernels
 from mla_attn import dispatch, steps, support
 from mla_attn import metadata as build
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
@@ -255,6 +256,7 @@ def test_modes_and_forms_that_do_not_exist(options, message, v3, unchecked):
         v3(lens(1), {GROUP: None}, {GROUP: None}, **options)
 
 
+@needs_kernels
 @pytest.mark.parametrize("mode", ["decode", "target_verify"])
 def test_one_work_list_for_all_layers(mode, monkeypatch):
     """What a kernel's layers share is made once a pass, not in each."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernel_calls import needs_kernels
 from mla_attn.dispatch import ENVIRONMENT_VARIABLE, Device, compiling_for
 from mla_attn.mosaic_gpu.grouped_matmul import output_tile
 from mla_attn.ops.grouped_matmul import grouped_matmul
@@ -53,6 +54,7 @@ def lowered(device=H200, *, num_rows=40, groups=8, depth=128, width=192, dtype="
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -90,12 +92,14 @@ def test_a_misspelt_name(monkeypatch):
         lowered()
 
 
+@needs_kernels
 @pytest.mark.parametrize("name, count", [("", 1), ("mosaic_gpu", 1), ("xla", 0), ("reference", 0)])
 def test_the_environment_variable(name, count, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, name)
     assert lowered().count(KERNEL) == count
 
 
+@needs_kernels
 def test_a_named_kernel_never_falls_back(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "mosaic_gpu")
     with pytest.raises(NotImplementedError, match="mosaic_gpu: float32 rows and weights: must be bfloat16"):

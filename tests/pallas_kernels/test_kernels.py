@@ -6,12 +6,14 @@ import jax
 import pytest
 
 import aot
-from kernel_calls import CALLS, MIXED, NOTHING, lower, make, scanned
+from kernel_calls import CALLS, MIXED, NOTHING, lower, make, needs_kernels, scanned
 from mla_attn import dispatch
 from mla_attn.dispatch import compiling_for
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.pallas_kernels.work_list import Plan
 from mla_attn.support import H200
+
+pytestmark = needs_kernels
 
 TARGET = "custom_call @mosaic_gpu"
 QUICK = ("layers", "stacked", "decode, 128 heads")  # of layers: 16 heads

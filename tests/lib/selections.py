@@ -1,0 +1,56 @@
+"""Which tests belong to ``-m quick`` and ``-m compat``, by the beginnings of their ids under ``tests/``."""
+
+# For an inner loop: one implementation, one dtype, one layout, no engine traffic; `make quick`, two minutes.
+QUICK = (
+    "cache/",
+    "engine/test_scheduler.py",
+    "metadata/",
+    "models/test_config.py",
+    "models/test_loading.py",
+    "models/test_precision.py",
+    "models/test_rope.py",
+    "models/test_tokenizer.py",
+    "ops/test_merge.py",
+    "ops/test_mla.py::TestXLA::",
+    "ops/test_mla.py::test_errors",
+    "reference/",
+    "speculative/",
+    "test_checks.py",
+    "test_dispatch.py",
+    "test_specs.py",
+    "test_support.py",
+    "xla/",
+)
+NOT_QUICK = ("bfloat16", "packed", "test_batch_invariant")
+
+# What a release of jax or flax can break, once each; allocator, prefixes, configs, tokenizers and benchmarks it cannot.
+COMPAT = (
+    "cache/test_latent.py",
+    "compile/test_memory.py::test_donated_pool_is_gone",
+    "engine/test_engine.py::test_tokens[greedy-plain]",
+    "models/test_deepseek.py",
+    "ops/test_grouped_matmul.py",
+    "ops/test_merge.py",
+    "ops/test_mla.py::TestReference::",
+    "ops/test_mla.py::TestXLA::",
+    "ops/test_ragged.py::TestXLA::",
+    "pallas_kernels/test_kernels.py::test_every_call_lowers",
+    "speculative/test_sampling.py",
+    "steps/",
+    "test_buckets.py",
+    "test_sampling.py",
+    "xla/",
+)
+
+
+def selections(nodeid: str) -> list[str]:
+    """The selections that a test belongs to."""
+    name = nodeid.removeprefix("tests/")
+    quick = name.startswith(QUICK) and not any(part in name for part in NOT_QUICK)
+    return ["quick"] * quick + ["compat"] * name.startswith(COMPAT)
+
+
+def unmatched(nodeids: list[str]) -> list[str]:
+    """Beginnings that no test has: of a test that was renamed."""
+    names = [nodeid.removeprefix("tests/") for nodeid in nodeids]
+    return [begin for begin in sorted({*QUICK, *COMPAT}) if not any(name.startswith(begin) for name in names)]
