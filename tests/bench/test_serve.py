@@ -182,15 +182,17 @@ SMALL = ["--dtype", "float32", "--max-batch", "2", "--page-size", "8", "--step-p
 ASKED = ["--requests", "7", "--prompt-tokens", "12", "--new-tokens", "5", "--shared-prefix", "16", "--seed", "3"]
 
 
-def test_requests_are_served(tmp_path_factory, tmp_path, capsys):
+def test_requests_are_served(monkeypatch, tmp_path_factory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
+    model = small_model()
+    monkeypatch.setattr(command, "_model", lambda *_, **__: model)
     data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     options = [*SMALL, *ASKED, "--rate", "50", "--json", str(data), "--plot", str(picture)]
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
         assert main(["bench", "serve", str(V3), *options]) == 0
     found = json.loads(data.read_text())
     load = Load(requests=7, rate=50.0, prompt_tokens=12, new_tokens=5, shared_prefix=16, seed=3)
-    asked = make_trace(load, vocab_size=258, max_len=64)
+    asked = make_trace(load, vocab_size=model.vocab_size, max_len=64)
     for record, request in zip(found["records"], asked, strict=True):
         assert (record["arrival"], record["prompt_tokens"]) == (request.arrival, len(request.prompt))
         assert record["asked"] == record["new_tokens"] == record["outputs"] == request.new_tokens
