@@ -192,6 +192,13 @@ def test_extreme_sinks(sink):
         ({"outs": [jnp.zeros((4, 3, 8)), jnp.zeros((4, 3, 8), int)]}, r"outs\[1\] has dtype int32, must be a floating"),
         ({"lses": [jnp.zeros((4, 3), int), jnp.zeros((4, 3))]}, r"lses\[0\] has dtype int32, must be a floating"),
         ({"sinks": jnp.zeros(4)}, r"sinks has shape \(4,\), must be \(3,\)"),
+        (
+            {"outs": [jnp.zeros((4, 3, 8), jnp.float8_e4m3fn)] * 2},
+            r"outs\[0\] has dtype float8_e4m3fn, must be a floating dtype of at least 16 bits",
+        ),
+        ({"lses": [jnp.zeros((4, 3)), jnp.zeros((4, 3), jnp.float8_e5m2)]}, r"lses\[1\] has dtype float8_e5m2"),
+        ({"sinks": jnp.zeros(3, jnp.float8_e4m3)}, "sinks has dtype float8_e4m3, must be a floating"),
+        ({"out_dtype": jnp.float8_e4m3fn}, "out_dtype=float8_e4m3fn must be a floating dtype"),
         ({"sinks": jnp.zeros(3, int)}, "sinks has dtype int32, must be a floating"),
     ],
 )

@@ -117,6 +117,13 @@ def test_the_call_without_changes_is_right(call):
             {"tree_mask": zeros(2, 2, 2)},
             r"tree_mask is float32\[2, 2, 2\], must be bool \[B, S, M\] = \[2, 2, at least 2\]",
         ),
+        (
+            {"q_latent": zeros(4, 2, 32, dtype=jnp.float8_e4m3fn)},
+            "q_latent has dtype float8_e4m3fn, must be a floating",
+        ),
+        ({"q_rope": zeros(4, 2, 16, dtype=jnp.float4_e2m1fn)}, "q_rope has dtype float4_e2m1fn, must be"),
+        ({"out_dtype": jnp.float8_e5m2}, "out_dtype=float8_e5m2 must be a floating dtype"),
+        ({"pool": {"data": zeros(2 * 8, 4, 48, dtype=jnp.float8_e4m3fn)}}, "float8_e4m3fn"),
         ({"tree_mask": zeros(2, 2, 1, dtype=bool)}, r"tree_mask is bool\[2, 2, 1\]"),
         ({"tree_mask": zeros(2, 3, 3, dtype=bool)}, r"tree_mask is bool\[2, 3, 3\]"),
         ({"tree_mask": [[[True]]]}, "tree_mask is a list, must be an array"),

@@ -13,6 +13,7 @@ import oracle
 from mla_attn import metadata as md
 from mla_attn import steps
 from mla_attn.cache import LatentPool
+from mla_attn.dispatch import ENVIRONMENT_VARIABLE
 from mla_attn.specs import MLASpec
 
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 8, 4, 16, 6
@@ -24,6 +25,7 @@ ABSORBED = {
     "target_verify": steps.target_verify,
     "draft_extend": steps.draft_extend,
     "draft_decode": steps.draft_decode,
+    "absorbed_extend": steps.absorbed_extend,
 }
 
 
@@ -148,7 +150,7 @@ def make_metadata(world, mode, prefix_lens, q_lens=(1, 1, 1), step=2):
         ),
         "draft_decode": lambda: md.for_draft_decode(table, prefix - step, step, page_size=PAGE),
         "extend": lambda: md.for_extend(table, prefix + rows, rows, max_q_len=9, num_rows=20, page_size=PAGE),
-    }[mode]()
+    }["extend" if mode == "absorbed_extend" else mode]()
 
 
 CALLS = {  # prefix lengths and rows of each request: page ends, an idle request, a full table
@@ -156,6 +158,7 @@ CALLS = {  # prefix lengths and rows of each request: page ends, an idle request
     "target_verify": [((3, 5, 27), (4, 4, 4)), ((0, 4, 12), (4, 1, 0))],
     "draft_extend": [((3, 5, 27), (4, 2, 1)), ((0, 7, 12), (1, 4, 0))],
     "draft_decode": [((3, 4, 30), (1, 1, 1)), ((8, 5, 15), (1, 1, 1))],
+    "absorbed_extend": [((22, 3, 0), (9, 4, 5)), ((0, 12, 5), (2, 0, 9))],
 }
 
 
@@ -215,6 +218,85 @@ def test_extend_in_pieces_is_one_pass(world):
         np.asarray(pool.data).reshape(LAYERS, PAGES, PAGE, -1)[1, world.table[0]].reshape(-1, RANK + ROPE)[:LENGTH]
     )
     assert (written == np.concatenate([world.latent[1, 0], world.rope[1, 0]], axis=-1)).all()
+
+
+def test_extend_over_a_table_that_begins_later(world):
+    """A table that has let go of the first pages holds keys from ``kv_offsets`` on: those alone are the prefix."""
+    prefix_lens, q_lens, offsets = (22, 7, 3), (9, 4, 5), (8, 4, 4)  # the last one begins after the prefix
+    metadata, pool = make_metadata(world, "extend", prefix_lens, q_lens), world.pool(prefix_lens)
+    table = np.full_like(world.table, -1)
+    for b, offset in enumerate(offsets):
+        table[b, : WIDTH - offset // PAGE] = world.table[b, offset // PAGE :]
+    moved = dataclasses.replace(metadata, page_table=jnp.asarray(table), kv_offsets=i32(*offsets))
+    args = (*world.expanded(metadata, 1, prefix_lens), *world.weights(1))
+    out, lse, _ = steps.extend(*args, pool, moved, SPEC, layer=1, chunk_size=5, return_lse=True)
+    for b, j, t in row_places(metadata):
+        position = prefix_lens[b] + j
+        k, v = world.keys(1, b)
+        seen = [p for p in range(position + 1) if p >= min(offsets[b], prefix_lens[b])]
+        q = np.concatenate([world.q_nope[1, b, position], world.q_rope[1, b, position]], axis=-1)
+        want, want_lse = oracle.attend(q, k[seen], v[seen], scale=SPEC.scale)
+        np.testing.assert_allclose(out[t], want, atol=2e-5)
+        np.testing.assert_allclose(lse[t], want_lse, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", [*ABSORBED, "prefill", "extend"])
+def test_no_requests(world, mode):
+    """A bucket of nothing: rows that nobody owns, and no request."""
+    none = jnp.zeros(0, jnp.int32)
+    metadata = md.for_extend(jnp.zeros((0, WIDTH), jnp.int32), none, none, max_q_len=4, num_rows=4, page_size=PAGE)
+    latent, rope = jnp.ones((4, RANK)), jnp.ones((4, ROPE))
+    if mode in ABSORBED:
+        queries, weights = (jnp.ones((4, HEADS, RANK)), jnp.ones((4, HEADS, ROPE))), ()
+    else:
+        queries = jnp.ones((4, HEADS, 12)), jnp.ones((4, HEADS, 12)), jnp.ones((4, HEADS, VALUE))
+        weights = world.weights(0) if mode == "extend" else ()
+    pool = world.pool((0, 0, 0))
+    before = copied(pool)
+    out, lse, pool = getattr(steps, mode)(
+        *queries, latent, rope, *weights, pool, metadata, SPEC, return_lse=True
+    )  # fmt: skip
+    assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
+    assert np.asarray(pool.data).tobytes() == before.tobytes()
+
+
+def test_log_sum_exps_merge(world):
+    """The partials of a call over fresh keys and of one over the prefix are the call over both."""
+    prefix_lens, q_lens = (22, 3, 0), (9, 4, 5)
+    metadata = make_metadata(world, "extend", prefix_lens, q_lens)
+    args = world.expanded(metadata, 1, prefix_lens)
+    out, lse, _ = steps.prefill(*args, world.pool(prefix_lens), metadata, SPEC, layer=1, return_lse=True)
+    both, both_lse, _ = steps.extend(
+        *args, *world.weights(1), world.pool(prefix_lens), metadata, SPEC, layer=1, return_lse=True
+    )
+    absorbed = world.absorbed(metadata, 1, prefix_lens)
+    latent_out, latent_lse, _ = steps.absorbed_extend(
+        *absorbed, world.pool(prefix_lens), metadata, SPEC, layer=1, return_lse=True
+    )
+    world.check(both, metadata, 1, prefix_lens, absorbed=False)
+    world.check(latent_out, metadata, 1, prefix_lens, absorbed=True)
+    owned = [t for _, _, t in row_places(metadata)]
+    np.testing.assert_allclose(np.asarray(both_lse)[owned], np.asarray(latent_lse)[owned], atol=2e-5)
+    last = [t for b, _, t in row_places(metadata) if b == 2]  # of the request without a prefix
+    np.testing.assert_allclose(np.asarray(lse)[last], np.asarray(both_lse)[last], atol=2e-5)
+    assert (np.asarray(lse)[owned] <= np.asarray(both_lse)[owned] + 2e-5).all() and out.shape == both.shape
+
+
+def test_the_environment_is_read_at_every_call(world, monkeypatch):
+    """Also after a call of the same shapes was compiled."""
+    metadata = make_metadata(world, "decode", (3, 4, 30))
+    args, spec = world.absorbed(metadata, 0, (3, 4, 30)), dataclasses.replace(SPEC, scale=0.123)
+
+    def decode():
+        return steps.decode(*args, world.pool((3, 4, 30)), metadata, spec)
+
+    decode()
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "triton")
+    with pytest.raises(NotImplementedError, match="mla_attention has no 'triton' implementation"):
+        decode()
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fastest")
+    with pytest.raises(ValueError, match="MLA_ATTN_IMPLEMENTATION='fastest' must be one of"):
+        decode()
 
 
 def test_bfloat16(world):
@@ -368,6 +450,7 @@ def test_query_scaling_refuses_no_length():
         steps.QueryScaling(beta=0.1, original_max_position=0)
 
 
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 EXTEND_ERRORS = [
     ({"chunk_size": 0}, ValueError, "chunk_size=0 must be an integer of at least 1"),
     ({"w_uk": jnp.zeros((HEADS, NOPE + 1, RANK))}, ValueError, r"w_uk has shape \(3, 9, 16\), must be \(3, 8, 16\)"),
@@ -412,6 +495,50 @@ def test_errors_of_expanded_modes(unchecked, world, step, change, error, message
         step.eval_shape(**call)
 
 
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("mode", [*ABSORBED, "prefill", "extend"])
+def test_float8_is_refused_by_name(unchecked, world, mode, dtype):
+    """Its numbers need a scale: no product of them as they are is right."""
+    metadata = make_metadata(world, mode if mode in ABSORBED else "extend", (3, 4, 5))
+    if mode in ABSORBED:
+        call = dict(zip(("q_latent", "q_rope", "latent", "rope"), world.absorbed(metadata, 0, (3, 4, 5)), strict=True))
+    else:
+        call = dict(zip(("q", "k", "v", "latent", "rope"), world.expanded(metadata, 0, (3, 4, 5)), strict=True))
+        call |= dict(zip(("w_uk", "w_uv"), world.weights(0), strict=True)) if mode == "extend" else {}
+    rest = {"pool": world.pool((3, 4, 5)), "metadata": metadata, "spec": SPEC}
+    for name, array in call.items():
+        narrow = jax.ShapeDtypeStruct(array.shape, dtype)
+        with pytest.raises(
+            ValueError, match=f"{name} has dtype {jnp.dtype(dtype).name}, must be a floating dtype of at"
+        ):
+            jax.eval_shape(lambda x, name=name: getattr(steps, mode)(**call | rest | {name: x}), narrow)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"chunk_size": 16.0}, "chunk_size=16.0 must be an integer of at least 1"),
+        ({"chunk_size": "16"}, "chunk_size='16' must be an integer of at least 1"),
+        ({"chunk_size": jnp.int32(16)}, r"chunk_size=Array\(16.* must be static, not an array"),
+        ({"return_lse": jnp.bool_(True)}, "return_lse=.* must be static, not an array"),
+        ({"implementation": 3}, "implementation=3 must be one of"),
+    ],
+)
+def test_static_arguments_are_named(unchecked, world, change, message):
+    metadata = make_metadata(world, "extend", (2, 2, 2), (1, 1, 1))
+    args = (*world.expanded(metadata, 0, (2, 2, 2)), *world.weights(0), world.pool((2, 2, 2)), metadata, SPEC)
+    with pytest.raises(ValueError, match=message):
+        steps.extend.trace(*args, **change)
+
+
+def test_a_strided_table_is_refused(unchecked, world):
+    """``extend`` reads a prefix as consecutive keys."""
+    metadata = dataclasses.replace(make_metadata(world, "extend", (2, 2, 2), (1, 1, 1)), kv_stride=2)
+    args = (*world.expanded(metadata, 0, (2, 2, 2)), *world.weights(0), world.pool((2, 2, 2)), metadata, SPEC)
+    with pytest.raises(NotImplementedError, match="extend with kv_stride=2 is not supported"):
+        steps.extend.trace(*args)
+
+
 @pytest.mark.parametrize("mode", ABSORBED)
 def test_errors_of_absorbed_modes(unchecked, world, mode):
     metadata = make_metadata(world, mode, (3, 4, 5))
@@ -443,6 +570,6 @@ def test_a_pool_of_other_pages_is_refused(unchecked, world, mode):
 @pytest.mark.parametrize("step", [*ABSORBED.values(), steps.prefill, steps.extend], ids=lambda step: step.__name__)
 def test_steps_are_told_apart(step):
     """Profiles and compilation logs show each under its own name, and each says what it takes."""
-    assert step.__name__ in ("decode", "target_verify", "draft_extend", "draft_decode", "prefill", "extend")
+    assert step.__name__ in (*ABSORBED, "prefill", "extend")
     assert "Args:" in step.__doc__ and getattr(steps, step.__name__) is step
     assert "metadata: " in pydoc.render_doc(step)
