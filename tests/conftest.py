@@ -10,7 +10,7 @@ import pytest
 import selections
 import source_tree
 
-HELPERS = ("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.base", "ops.ragged_base")
+HELPERS = ("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.contract", "ops.ragged_base")
 pytest.register_assert_rewrite(*HELPERS)
 SHAPES_CHECKED = source_tree.install()
 QUICK_COMPILES = "--xla_backend_optimization_level=0"

@@ -26,6 +26,18 @@ class PagedBatch:
     q_rope: jax.Array
     layer: int
 
+    @property
+    def queries(self):
+        return self.q_latent, self.q_rope
+
+    def with_queries(self, q_latent, q_rope):
+        return dataclasses.replace(self, q_latent=q_latent, q_rope=q_rope)
+
+    @property
+    def out_shape(self):
+        """Of a result, [T, H, R]."""
+        return self.q_latent.shape
+
     def expected(self, *, layer=None, causal=True, tree_mask=None):
         """``(out [T, H, R], lse [T, H], largest visible |v| [T, 1])`` of the float64 oracle."""
         rows = layer_rows(self.pool, self.layer if layer is None else layer)

@@ -14,7 +14,8 @@ import helpers
 import oracle
 from mla_attn.metadata import RaggedMetadata
 from mla_attn.ops import ragged_attention
-from ops.base import INT32, POISONS
+from ops.batches import INT32
+from ops.contract import POISONS
 
 
 @dataclasses.dataclass(frozen=True)

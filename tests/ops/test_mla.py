@@ -12,7 +12,8 @@ import pytest
 import helpers
 from mla_attn.cache import LatentPool
 from mla_attn.ops import mla, mla_attention
-from ops.base import MLATests
+from ops import contract
+from ops.base import MLA, MLATests
 from ops.lanes import shrink
 
 both = pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -23,8 +24,8 @@ class TestReference(MLATests):
     batch_invariant = False
 
 
-class TestXLA(MLATests):
-    """One lane, as on a CPU. Blocks and tiles are small, so that short requests have several."""
+class SmallXLA:
+    """Blocks and tiles are small, so that short requests have several."""
 
     implementation = "xla"
     block_keys, max_lanes = 24, 1
@@ -35,19 +36,21 @@ class TestXLA(MLATests):
 
     @pytest.fixture(autouse=True)
     def small(self, request, monkeypatch):
-        if request.node.name != "test_batch_invariant_at_deepseek_sizes":  # of which tiles and blocks are a part
+        if request.node.name != "test_batch_invariant_at_real_sizes":  # of which tiles and blocks are a part
             shrink(monkeypatch, mla, block_keys=self.block_keys, max_lanes=self.max_lanes)
 
 
-class TestXLALanes(TestXLA):
-    """Several lanes, as on a GPU: requests, and tiles of one, are shared between lanes and merged."""
+class TestXLA(SmallXLA, MLATests):
+    """One lane, as on a CPU."""
+
+
+class TestXLALanes(
+    SmallXLA, MLA, contract.Lengths, contract.Poison, contract.Softmax, contract.Visibility, contract.Trees
+):
+    """Several lanes, as on a GPU: requests, and tiles of one, are shared between lanes and merged. In the rest of the
+    contract lanes have no part."""
 
     block_keys, max_lanes = 8, 256
-    # What lanes have no part in, TestXLA has tested.
-    test_one_layer_read_by_a_number = test_layer_scanned_over = test_page_sizes = test_latent_sizes = None
-    test_head_counts = test_soft_cap = test_window_as_long_as_everything_is_none = test_pages_of_a_shared_pool = None
-    test_result_types = test_out_dtype = test_queries_of_another_type = None
-    test_batch_invariant = test_batch_invariant_at_deepseek_sizes = None
 
 
 @pytest.fixture
