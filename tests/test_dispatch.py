@@ -17,6 +17,7 @@ from mla_attn.dispatch import (
     current_device,
 )
 from mla_attn.metadata import RaggedMetadata
+from mla_attn.mosaic_gpu import hopper
 from mla_attn.ops import mla, mla_attention, ragged_attention
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.support import H200, supports
@@ -158,7 +159,8 @@ def spy(number):
     "platform, capability, who",
     [("cpu", None, ["xla"]), ("gpu", "9.0", ["mosaic_gpu"]), ("gpu", "8.0", []), ("gpu", None, []), ("tpu", None, [])],
 )
-def test_who_promises_batch_invariance(platform, capability, who):
+def test_who_promises_batch_invariance(platform, capability, who, monkeypatch):
+    monkeypatch.setattr(hopper, "_JAX", (0, 0, 0))
     reasons = supports("mla_attention", platform=platform, compute_capability=capability, batch_invariant=True)
     assert [name for name, reason in reasons.items() if reason is None] == who
     assert "batch_invariant" in reasons["reference"]
@@ -175,3 +177,11 @@ def test_programs_for_another_device():
             raise RuntimeError
         assert current_device() == H200
     assert current_device() == here and here.platform == jax.default_backend()
+
+
+@pytest.mark.parametrize("op", ["mla_attention", "grouped_matmul"])
+def test_kernels_say_which_jax_they_need(op, monkeypatch):
+    """The other implementations run on older ones."""
+    monkeypatch.setattr(hopper, "_JAX", (99, 1, 2))
+    answers = supports(op, compute_capability="9.0")
+    assert answers == {"mosaic_gpu": f"jax {jax.__version__}: must be at least 99.1.2", "xla": None, "reference": None}

@@ -27,6 +27,7 @@ SPILLS = {
     "decode, 20 heads": 32,
     "decode, 24 heads": 32,
     "pages of 1, 128 heads": 24,
+    "rows of 640, 128 heads, pages of 1": 24,
 }
 
 
