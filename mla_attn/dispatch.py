@@ -150,12 +150,13 @@ def _compute(arrays, *, op: str, chosen: Implementation, reference: Implementati
         if chosen.derivative == "own":
             return run(*arrays)
         if chosen.derivative == "reference":
-            return _with_derivative(run, functools.partial(reference.run, **dict(static)), arrays)
-        return run(*_without_derivative(op, chosen.name, arrays))
+            return with_derivative(run, functools.partial(reference.run, **dict(static)), arrays)
+        # Pallas gives a kernel's results no varying axes: out_specs=P() would take one device's for everybody's.
+        return vary_together(run(*_without_derivative(op, chosen.name, arrays)), like=arrays)
 
 
-def _with_derivative(run, differentiated, arrays):
-    """``run(*arrays)``, with the derivative of another function."""
+def with_derivative(run, differentiated, arrays):
+    """``run(*arrays)``, with the derivative of another function, in either mode."""
     leaves, structure = jax.tree.flatten(arrays)
     # XLA (jaxlib 0.11.2, CPU) crashes where shard_map passes an empty array to what custom_jvp calls.
     empty = [jax.ShapeDtypeStruct(x.shape, x.dtype) if x.size == 0 else None for x in leaves]

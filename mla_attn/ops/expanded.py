@@ -1,11 +1,13 @@
 """Attention in the expanded form: over per-head keys and values, those of a cached prefix expanded chunk by chunk."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mla_attn.cache import LatentPool, read_latent
-from mla_attn.dispatch import Order
+from mla_attn.dispatch import Order, with_derivative
 from mla_attn.metadata import AttentionMetadata, RaggedMetadata
 from mla_attn.ops.merge import merge_states
 from mla_attn.ops.ragged import ragged_attention
@@ -64,16 +66,32 @@ def add_prefix(
 ) -> State:
     """``state`` with the keys cached before this call: those of the table at positions from ``kv_offsets`` on.
 
-    ``chunk_size`` cached rows of each request are read, expanded, attended to, and merged at a time.
+    ``chunk_size`` cached rows of each request are read, expanded, attended to, and merged at a time. The derivative
+    goes over the whole table and keeps every chunk's keys.
     """
+    arrays = (state, q, w_uk, w_uv, pool, metadata, jnp.asarray(layer, jnp.int32))
+    static = {"spec": spec, "chunk_size": chunk_size, "implementation": implementation}
+    # As many chunks as the longest prefix has: a loop without a derivative in reverse. One over the whole table has it.
+    run, differentiated = (functools.partial(_add_chunks, whole_table=whole, **static) for whole in (False, True))
+    return with_derivative(run, differentiated, arrays)
+
+
+def _add_chunks(state, q, w_uk, w_uv, pool, metadata, layer, *, spec, chunk_size, implementation, whole_table: bool):
     m, batch = metadata, metadata.q_lens.shape[0]
     cached = jnp.maximum(m.kv_lens - m.q_lens - m.kv_offsets, 0)
-    chunk = min(chunk_size, m.page_table.shape[1] * pool.page_size)
+    room = m.page_table.shape[1] * pool.page_size
+    chunk = min(chunk_size, room)
     starts = jnp.arange(batch, dtype=jnp.int32) * chunk
 
     def add_chunk(i, state):
         begin = jnp.full(batch, i * chunk, jnp.int32)
-        keys, values = _expand(*read_latent(pool, m.page_table, begin, chunk, layer=layer), w_uk, w_uv, q.dtype)
+        held = begin[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None] < cached[:, None]
+        # What nobody sees may be NaN: the weights' derivative would multiply it by 0.
+        rows = (
+            jnp.where(held[:, :, None], x, jnp.zeros((), x.dtype))
+            for x in read_latent(pool, m.page_table, begin, chunk, layer=layer)
+        )
+        keys, values = _expand(*rows, w_uk, w_uv, q.dtype)
         rows = RaggedMetadata(
             q_starts=m.q_starts,
             q_lens=m.q_lens,
@@ -96,7 +114,7 @@ def add_prefix(
         )
         return merge_states([state[0], out], [state[1], lse])
 
-    chunks = -(-jnp.max(cached, initial=0) // chunk)
+    chunks = -(-room // chunk) if whole_table else -(-jnp.max(cached, initial=0) // chunk)
     return jax.lax.fori_loop(0, chunks, add_chunk, vary_together(state, like=(w_uk, w_uv, pool, metadata, layer)))
 
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -117,6 +118,28 @@ def test_through_a_step():
     got, want = (jax.grad(loss)(batch.q_latent, name) for name in ("xla", "reference"))
     assert jnp.abs(want).sum() > 0
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", ["prefill", "extend"])
+def test_through_expanded_steps(step):
+    """The prefix is read by chunks, as many as it has; pages that nobody holds are NaN."""
+    batch = helpers.poisoned_batch(0, kv_lens=[7, 2], q_lens=[2, 2], heads=2, kv_lora_rank=8, qk_rope_head_dim=4)
+    rng = np.random.default_rng(1)
+    shapes = {"q": (4, 2, 10), "k": (4, 2, 10), "v": (4, 2, 5), "w_uk": (2, 6, 8), "w_uv": (2, 5, 8)}
+    q, k, v, w_uk, w_uv = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes.values())
+    weights = jnp.asarray(rng.standard_normal((4, 2, 5), np.float32))
+    rows = jnp.ones((4, 8)), jnp.ones((4, 4))
+
+    flat, unravel = jax.flatten_util.ravel_pytree((q, k, v, *((w_uk, w_uv) if step == "extend" else ())))
+
+    def loss(flat):
+        q, k, v, *expand = unravel(flat)
+        pool = jax.tree.map(jnp.copy, batch.pool)
+        arrays = (q, k, v, *rows, *expand, pool, batch.metadata, batch.spec)
+        chunks = {"chunk_size": 3} if expand else {}
+        return (getattr(steps, step)(*arrays, implementation="xla", **chunks)[0] * weights).sum()
+
+    check(loss, (flat,), step=1e-3)
 
 
 @pytest.mark.parametrize("op", ["mla_attention", "grouped_matmul"])

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import helpers
 from mla_attn import steps
 from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
+from mla_attn.dispatch import compiling_for
 from mla_attn.metadata import (
     RaggedMetadata,
     for_decode,
@@ -33,6 +34,7 @@ from mla_attn.speculative import (
     path_moves,
     prune,
 )
+from mla_attn.support import H200
 from ops.lanes import shrink
 
 HEADS = P(None, "heads")
@@ -203,6 +205,34 @@ def test_what_surrounds_the_ops_is_traced(case, varying):
     stacked = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) if i in chosen else x for i, x in enumerate(arrays)]
     specs = (P(), *(differ if i in chosen else P() for i in range(len(arrays))))
     jax.eval_shape(sharded(run, specs, differ, check_vma=True), pool, *stacked)
+
+
+@pytest.mark.parametrize("op", ["mla_attention", "grouped_matmul"])
+def test_results_of_kernels_vary(op):
+    """So that JAX's check refuses to take those of one device for everybody's."""
+    sizes = {"heads": 16, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "page_size": 64, "dtype": jnp.bfloat16}
+    batch = helpers.poisoned_batch(0, kv_lens=[5, 70], q_lens=[1, 1], **sizes)
+    if op == "mla_attention":
+        arrays, specs = (batch.q_latent, batch.q_rope, batch.pool, batch.metadata), (HEADS, HEADS, P(), P())
+    else:
+        arrays = (
+            jnp.ones((8, 64), jnp.bfloat16),
+            jnp.ones((3, 64, 256), jnp.bfloat16),
+            jnp.asarray([3, 0, 5], jnp.int32),
+        )
+        specs = (P(), P(None, None, "heads"), P())
+
+    def run(*arrays):
+        if op == "grouped_matmul":
+            return grouped_matmul(*arrays, implementation="mosaic_gpu")
+        spec = dataclasses.replace(batch.spec, num_heads=arrays[0].shape[1])
+        return mla_attention(*arrays, spec, implementation="mosaic_gpu")
+
+    with compiling_for(H200):
+        out = jax.eval_shape(sharded(run, specs, HEADS, True), *arrays)
+        assert out.shape == ((2, 16, 256) if op == "mla_attention" else (8, 256))
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.eval_shape(sharded(run, specs, P(), True), *arrays)
 
 
 def test_explicit_axes_are_refused():
