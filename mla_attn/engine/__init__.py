@@ -1,8 +1,17 @@
 """Continuous batching: requests in, token streams out."""
 
 from mla_attn.engine.engine import Engine
-from mla_attn.engine.requests import OnOutput, Output, QueueFull, SamplingParams
+from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS
 from mla_attn.engine.statistics import EngineStatistics
 
-__all__ = ["PROMPTS_PER_PASS", "Engine", "EngineStatistics", "OnOutput", "Output", "QueueFull", "SamplingParams"]
+__all__ = [
+    "PROMPTS_PER_PASS",
+    "Engine",
+    "EngineDead",
+    "EngineStatistics",
+    "OnOutput",
+    "Output",
+    "QueueFull",
+    "SamplingParams",
+]

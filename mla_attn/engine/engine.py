@@ -8,6 +8,7 @@ device. The host plans with what it knows, the most tokens a request can have by
 
 import asyncio
 import collections
+import copy
 import dataclasses
 import itertools
 import threading
@@ -16,13 +17,14 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
 from mla_attn.checks import check_integer, check_integers
 from mla_attn.engine import inputs, streaming
 from mla_attn.engine.outputs import Outbox
-from mla_attn.engine.requests import OnOutput, Output, QueueFull, SamplingParams
+from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS, CacheSizes, Limits, Request, Scheduler
 from mla_attn.engine.state import create_states, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
@@ -62,9 +64,9 @@ class Engine:
     launch, a device error met while waiting, Ctrl-C at any point), nothing that was handed out is lost or repeated, and
     what was not is undone: the next step drops all launches, makes the cache anew, empty, and computes the running
     requests again, as after a preemption. A round of drafts counts as one launch. Programs are never compiled again. A
-    request that has been part of ``MAX_FAULTS`` faults since its last token ends with "error". Logits that are not
-    finite end their request with "error", and its pages are not reused. If the cache cannot be made anew, every call
-    of ``step()`` says so.
+    request whose launches met ``MAX_FAULTS`` faults since its last token ends with "error". Logits that are not
+    finite end their request with "error", and its pages are not reused. If the cache cannot be made anew, ``step()``,
+    ``add_request`` and ``stream`` raise ``EngineDead`` until a step could.
 
     **Weights.** The engine holds the model's arrays as they were when it was made. A parameter that is replaced in the
     model later has no effect until ``update_weights(model)``.
@@ -177,6 +179,8 @@ class Engine:
         self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task] = weakref.WeakKeyDictionary()
         self._in_doubt = False  # whether host and device may disagree: always while a step runs
         self._fault: BaseException | None = None  # what left the last step, until it is dealt with
+        self._involved: Sequence[Request] = ()  # requests of the launch that is being run or read
+        self._dead: EngineDead | None = None  # why the last step could not make the cache anew
         self._compiles_at_warm_up = backend_compiles()
 
     def _create_device(self) -> tuple[Any, Any]:
@@ -186,8 +190,13 @@ class Engine:
         return pools, create_states(self._limits.max_batch, self.speculation, **sizes)
 
     def warm_up(self, *, progress: bool = True) -> float:
-        """Compile every program ahead of time, with a progress bar; returns the seconds it took."""
+        """Compile every program ahead of time, with a progress bar; returns the seconds it took.
+
+        Raises:
+            RuntimeError: called from a callback of a step.
+        """
         with self._lock:
+            self._refuse_in_callback("warm_up")
             self._settle()
             seconds = warm_up(self._programs(), self._passes.state, self._device, progress=progress)
             self._counters.warm_up_seconds += seconds
@@ -217,23 +226,36 @@ class Engine:
         Raises:
             ValueError: as ``check_request``.
             QueueFull: ``max_waiting`` requests wait already.
+            EngineDead: the engine cannot go on.
         """
-        return self._add(prompt, SamplingParams() if params is None else params, on_output).id
-
-    def _add(self, prompt: Sequence[int], params: SamplingParams, on_output: OnOutput | None) -> Request:
-        tokens = self._check_request(prompt, params)
-        request = Request(next(self._ids), tokens, params, on_output, time.perf_counter())
+        request = self._request(prompt, params, on_output)
         try:
-            with self._adding:
-                if (waiting := len(self._new) + len(self._scheduler.waiting)) >= self.max_waiting:
-                    raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
-                self._new.append(request)
-                self._live[request.id] = request
+            self._add(request)
+            return request.id
         except BaseException:  # an interrupt: nobody learns its id
-            request.finished = True
-            self._live.pop(request.id, None)
+            self._leave(request)
             raise
-        return request
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams | None, on_output: OnOutput | None) -> Request:
+        """A request that ``_add`` puts in. Its caller has it before, so that an interrupt leaves none that nobody
+        knows."""
+        params = SamplingParams() if params is None else params
+        tokens = self._check_request(prompt, params)
+        return Request(next(self._ids), tokens, params, on_output, time.perf_counter())
+
+    def _add(self, request: Request) -> None:
+        with self._adding:
+            if self._dead is not None:
+                raise EngineDead(str(self._dead)) from self._dead.__cause__
+            if (waiting := len(self._new) + len(self._scheduler.waiting)) >= self.max_waiting:
+                raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
+            self._live[request.id] = request  # first: whoever is new is live
+            self._new.append(request)
+
+    def _leave(self, request: Request) -> None:
+        """End a request, if it was added, whose outputs nobody wants any more."""
+        request.on_output = None
+        self.cancel(request.id)
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Whether this engine can serve a request, however busy it is.
@@ -294,6 +316,7 @@ class Engine:
 
         Raises:
             RuntimeError: called from a callback of a step.
+            EngineDead: the cache could not be made anew after a fault.
             KeyboardInterrupt, SystemExit: a callback raised it; its request has ended, the engine can go on.
             BaseException: whatever cuts the step short; the engine can go on, as its docstring says. Outputs that were
                 not returned are those of the next step.
@@ -320,17 +343,18 @@ class Engine:
         """Add a request and return its outputs as they come, driving the engine in a thread while there is work.
 
         To be called where an event loop runs. One task a loop steps for all streams; requests beside them need an
-        ``on_output``. Leaving the iteration early cancels the request, from the next step on.
+        ``on_output``. Leaving the iteration early cancels the request, from the next step on. A fault that the engine
+        survives is logged and ends no stream.
 
         Raises:
-            ValueError, QueueFull: as ``add_request``.
+            ValueError, QueueFull, EngineDead: as ``add_request``; the last one while iterating too.
         """
-        return streaming.stream(self, prompt, SamplingParams() if params is None else params)
+        return streaming.stream(self, prompt, params)
 
     def _advance(self) -> None:
         with self._lock:
             self._refuse_in_callback("step")
-            begin = time.perf_counter()
+            begin, outbox = time.perf_counter(), self._outbox
             try:
                 self._settle()
                 self._in_doubt = True
@@ -342,12 +366,16 @@ class Engine:
                 self._in_doubt = False
                 self._counters.steps += int(self._counters.launches > before)
             except BaseException as fault:
-                self._fault = fault
+                self._counters.faults += 1
+                self._fault, outbox.in_callback = fault, False
+                interrupt, outbox.interrupt = outbox.interrupt, None
+                if interrupt is not None and isinstance(fault, Exception):
+                    raise interrupt from fault
                 raise
             finally:
                 self._counters.step_seconds += time.perf_counter() - begin
-            if (interrupt := self._outbox.interrupt) is not None:
-                self._outbox.interrupt = None
+            interrupt, outbox.interrupt = outbox.interrupt, None
+            if interrupt is not None:
                 raise interrupt
 
     def _refuse_in_callback(self, method: str) -> None:
@@ -358,19 +386,17 @@ class Engine:
         """Make host and device agree again if they may not. Whatever cuts this short, it can be called again."""
         if not self._in_doubt:
             return
-        fault, self._fault = self._fault, None
-        if fault is not None:
-            self._counters.faults += 1
-            if isinstance(fault, Exception):
-                for request in self._scheduler.running.values():
-                    request.num_faults, request.fault = request.num_faults + 1, fault
+        self._charge()
         self._unread.clear()
-        self._device = None  # before the new one takes memory; a pool that was donated is gone anyway
+        # Before the new one takes memory: frames of tracebacks, whoever keeps them, may hold the old one.
+        for array in jax.tree.leaves(self._device):
+            if not array.is_deleted():
+                array.delete()
+        self._device = None
         self._outbox.record_again()
-        with self._adding:  # a request may be in one or both of these
-            self._live.update({r.id: r for r in self._new if not r.finished})
+        with self._adding:
             self._new.clear()
-            live = sorted(self._live.values(), key=lambda r: r.id)
+            live = sorted((r for r in self._live.values() if not r.finished), key=lambda r: r.id)
             self._scheduler.reset(live)
         self._cancels.extend(r for r in live if r.cancelled)
         self._outbox.tell_again()
@@ -380,8 +406,18 @@ class Engine:
         try:
             self._device = self._create_device()
         except Exception as error:
-            raise RuntimeError("the engine cannot go on: its cache could not be made anew") from error
-        self._in_doubt = False
+            self._dead = EngineDead("the engine cannot go on: its cache could not be made anew")
+            raise self._dead from error
+        self._dead, self._in_doubt = None, False
+
+    def _charge(self) -> None:
+        """Count the last step's fault for the requests of the launch that met it; for the oldest request if none was at
+        hand, so that what always fails comes to an end."""
+        (fault, self._fault), (involved, self._involved) = (self._fault, None), (self._involved, ())
+        if isinstance(fault, Exception) and not isinstance(fault, EngineDead):
+            text = _without_traceback(fault)
+            for request in involved or sorted(self._live.copy().values(), key=lambda r: r.id)[:1]:
+                request.num_faults, request.fault = request.num_faults + 1, text
 
     def clear_prefix_cache(self) -> None:
         """Forget the pages of requests that have ended; what runs keeps its own.
@@ -411,7 +447,7 @@ class Engine:
         """
         with self._lock:
             self._refuse_in_callback("update_weights")
-            model, state = self._passes.replacement(self.model, model_or_state)
+            model, state = self._passes.replacement(model_or_state)
             self._in_doubt = True  # all that is computed is of the old weights: the next step begins anew
             self.model, self._passes.state = model, state
 
@@ -433,13 +469,10 @@ class Engine:
             )
 
     def _take_new(self) -> None:
-        while self._new:
-            request = self._new[0]
-            if not request.finished:
-                self._live[request.id] = request
-            self._new.popleft()
-            if not request.finished:
-                self._scheduler.waiting.append(request)
+        with self._adding:
+            while self._new:
+                self._scheduler.waiting.append(self._new[0])
+                self._new.popleft()
 
     def _end_cancelled(self) -> None:
         while self._cancels:
@@ -465,7 +498,7 @@ class Engine:
 
     def _launch_prompts(self, parts: list[tuple[Request, slice]]) -> None:
         """One pass over parts of prompts, of requests of one kind of speculation."""
-        requests = [request for request, _ in parts]
+        self._involved = requests = [request for request, _ in parts]
         shared = self._inputs(requests) | inputs.prompt_lengths(parts)
         bucket = self._passes.extend if any(part.start for _, part in parts) else self._passes.prefill
         out = self._run(bucket, **inputs.prompt_tokens(parts), **shared)
@@ -480,6 +513,7 @@ class Engine:
 
     def _launch_tokens(self, kind: DraftTree | None, requests: list[Request]) -> None:
         """The next tokens of requests of one kind: a decode pass, or drafting and verifying."""
+        self._involved = requests
         shared = self._inputs(requests) | {"active": np.ones(len(requests), np.int32)}
         if kind is None:
             tokens, rows = self._run(self._passes.decode, **shared)["tokens"], 1
@@ -510,6 +544,7 @@ class Engine:
         tokens.copy_to_host_async()
         self._unread.append(_Launch(self._counters.launches, list(enumerate(requests)), tokens, rows, stops))
         self._counters.launches += 1
+        self._involved = ()
 
     # Reading tokens, and handing them out.
 
@@ -523,6 +558,7 @@ class Engine:
         """Wait for what was launched before the launch of that number, and hand out its tokens."""
         while self._unread and self._unread[0].number < before:
             launch, begin = self._unread[0], time.perf_counter()
+            self._involved = [request for _, request in launch.requests]
             tokens = np.asarray(launch.tokens)
             self._counters.wait_seconds += time.perf_counter() - begin
             self._unread.popleft()
@@ -534,6 +570,7 @@ class Engine:
                 else:
                     self._account_tokens(request, launch.rows, np.atleast_1d(tokens[row]).tolist())
                     self._counters.verified_requests += tokens.ndim == 2
+            self._involved = ()
 
     def _account_prompt(self, request: Request, stop: int, token: int) -> None:
         """The prompt's rows up to ``stop`` are computed; after the last comes its token."""
@@ -578,3 +615,11 @@ class Engine:
         self._counters.invalid_logits += 1
         error = FloatingPointError(f"the logits after {request.num_tokens + len(new)} tokens are not all finite")
         self._outbox.hand_out(request, new, "error", error, keep=False)
+
+
+def _without_traceback(error: Exception) -> Exception:
+    """The error alone: frames of its traceback, and of those before it, hold arrays."""
+    try:
+        return copy.copy(error)
+    except Exception:  # its constructor takes other arguments
+        return RuntimeError(f"{type(error).__name__}: {error}")

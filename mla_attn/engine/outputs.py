@@ -20,6 +20,7 @@ class _HandOut:
     now: float
     counted: bool = False
     told: bool = False
+    raised: BaseException | None = None  # by the callback
 
 
 class Outbox:
@@ -75,9 +76,12 @@ class Outbox:
             self._record(self._current)
 
     def tell_again(self) -> None:
-        """The part that concerns the callback, unless it was called."""
-        if self._current is not None and not self._current.told:
-            self._tell(self._current)
+        """The part that concerns the callback: to call it, or to deal with what it raised."""
+        current = self._current
+        if current is not None and not current.told:
+            self._tell(current)
+        elif current is not None and current.raised is not None:
+            self._fail(current, current.raised)
         self._current = None
 
     def _record(self, current: _HandOut) -> None:
@@ -120,12 +124,18 @@ class Outbox:
             self.in_callback = current.told = True
             tell(current.output)
         except BaseException as error:
+            current.raised = error  # first: from here on ``tell_again`` knows
             self.in_callback = False
-            logger.exception("the callback of request %d raised", request.id)
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                self.interrupt = error
-            request.on_output = None
-            if not request.finished:
-                self.hand_out(request, (), "error", error)
+            self._fail(current, error)
         finally:
             self.in_callback = False
+
+    def _fail(self, current: _HandOut, error: BaseException) -> None:
+        """End a request whose callback raised."""
+        request = current.request
+        request.on_output = None
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            self.interrupt = error
+        logger.error("the callback of request %d raised", request.id, exc_info=error)
+        if not request.finished:
+            self.hand_out(request, (), "error", error)

@@ -11,6 +11,10 @@ class QueueFull(RuntimeError):
     """The engine holds as many waiting requests as it was made for; the new one was not taken."""
 
 
+class EngineDead(RuntimeError):
+    """After a fault the engine could not make its cache anew, so that it cannot go on. Each ``step()`` tries again."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen, and when they end.

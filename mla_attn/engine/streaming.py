@@ -2,14 +2,16 @@
 
 import asyncio
 import functools
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from mla_attn.engine.requests import Output, SamplingParams
+from mla_attn.engine.requests import EngineDead, Output, SamplingParams
 
 if TYPE_CHECKING:
     from mla_attn.engine.engine import Engine
-    from mla_attn.engine.scheduler import Request
+
+logger = logging.getLogger(__name__)
 
 
 class Stream(AsyncIterator[Output]):
@@ -33,17 +35,17 @@ class Stream(AsyncIterator[Output]):
         self._leave()
 
 
-def stream(engine: "Engine", prompt, params: SamplingParams) -> Stream:
+def stream(engine: "Engine", prompt, params: SamplingParams | None) -> Stream:
     """Add a request and return its outputs as they come; to be called where an event loop runs."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-    request = engine._add(prompt, params, lambda output: loop.call_soon_threadsafe(queue.put_nowait, output))
-    leave = functools.partial(_leave, engine, request)
-    return Stream(_outputs_of(engine, queue, leave), leave)
-
-
-def _leave(engine: "Engine", request: "Request") -> None:
-    request.on_output = None  # the loop may be gone when the cancelled request ends
-    engine.cancel(request.id)
+    request = engine._request(prompt, params, lambda output: loop.call_soon_threadsafe(queue.put_nowait, output))
+    leave = functools.partial(engine._leave, request)  # the loop may be gone when the cancelled request ends
+    try:
+        engine._add(request)
+        return Stream(_outputs_of(engine, queue, leave), leave)
+    except BaseException:
+        leave()
+        raise
 
 
 async def _outputs_of(
@@ -71,10 +73,17 @@ async def _next(engine: "Engine", queue: asyncio.Queue) -> Output:
                 return waiting.result()
         finally:
             waiting.cancel()
-        driver.result()  # raises what the step raised
+        driver.result()  # raises what ended the steps
     return queue.get_nowait()
 
 
 async def _drive(engine: "Engine") -> None:
+    """Step while there is work. What a step raises ends those requests that it must, with "error"; the others are
+    computed again, and their streams go on."""
     while engine.busy:
-        await asyncio.to_thread(engine.step)
+        try:
+            await asyncio.to_thread(engine.step)
+        except EngineDead:
+            raise
+        except Exception:
+            logger.exception("a step was cut short; the next one computes its requests again")

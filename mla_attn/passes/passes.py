@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mla_attn import metadata as md
@@ -93,8 +94,8 @@ class Passes:
         self._groups = [group.name for group in model.cache_groups]
         self._implementation, self._wrap = implementation, wrap
 
-    def replacement(self, model: CausalLM, model_or_state: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Another model's arrays in place of ``model``'s: that model, and what ``state`` becomes.
+    def replacement(self, model_or_state: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Another model's arrays in place of ``state``: that model, and what ``state`` becomes.
 
         Raises:
             ValueError: parameters, shapes or dtypes differ, by name, or the model is built otherwise.
@@ -104,12 +105,14 @@ class Passes:
             graphdef, state = nnx.split(model_or_state)
         if not isinstance(state, nnx.State):
             raise ValueError(f"model_or_state is a {type(state).__name__}, must be a model or an nnx.State")
-        old, new = (dict(nnx.to_flat_state(s)) for s in (nnx.state(model), state))
+        # What is held, not what the model of old has now: its parameters may have been replaced since.
+        held = jax.tree.unflatten(self._structure, self.state[: self._structure.num_leaves])
+        old, new = (dict(nnx.to_flat_state(s)) for s in (held, state))
         for path in [*old, *new]:
             _check_parameter(".".join(map(str, path)), old.get(path), new.get(path))
         if graphdef != self._graphdef:
             raise ValueError("model_or_state is built otherwise than the engine's model: its config must be the same")
-        leaves = jax.device_put(jax.tree.leaves(state), [leaf.sharding for leaf in self.state])
+        leaves = jax.device_put(jax.tree.leaves(state), [leaf.sharding for leaf in jax.tree.leaves(held)])
         return nnx.merge(graphdef, jax.tree.unflatten(self._structure, leaves)), tuple(leaves)
 
     @functools.cached_property
@@ -197,9 +200,18 @@ class Passes:
 
 def _check_parameter(name: str, old: Any, new: Any) -> None:
     """ValueError unless two parameters that may be absent can take each other's place."""
-    kinds = ["no parameter" if p is None else f"{p[...].dtype}{list(p[...].shape)}" for p in (new, old)]
+    kinds = [_kind(parameter) for parameter in (new, old)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"model_or_state has {kinds[0]} at {name!r}, must be {kinds[1]}")
+
+
+def _kind(parameter: Any) -> str:
+    if parameter is None:
+        return "no parameter"
+    array = parameter.get_value() if isinstance(parameter, nnx.Variable) else parameter
+    if not isinstance(array, jax.Array | np.ndarray):
+        return f"a {type(array).__name__}"
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def last_rows(hidden, metadata: md.AttentionMetadata):

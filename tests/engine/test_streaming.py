@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from mla_attn.engine import SamplingParams
+from mla_attn.engine import EngineDead, SamplingParams
 from traffic import KINDS, collect, serve, small_engine
 
 
@@ -36,11 +36,11 @@ def test_streams(engine, caplog):
     assert not caplog.records  # of a callback into a loop that is gone
 
 
-def test_a_stream_raises_what_the_step_raises(monkeypatch):
+def test_a_stream_raises_that_the_engine_cannot_go_on(monkeypatch):
     engine = small_engine()
 
     def broken():
-        raise OSError("the device is gone")
+        raise EngineDead("the device is gone")
 
     monkeypatch.setattr(engine, "step", broken)
 
@@ -48,7 +48,7 @@ def test_a_stream_raises_what_the_step_raises(monkeypatch):
         async for _ in engine.stream([1], SamplingParams(max_new_tokens=4)):
             pass
 
-    with pytest.raises(OSError, match="the device is gone"):
+    with pytest.raises(EngineDead, match="the device is gone"):
         asyncio.run(main())
 
 
