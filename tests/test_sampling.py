@@ -139,6 +139,13 @@ def test_the_edges_of_float32():
     assert (drawn(temperature=1e-38) == LOGITS.argmax()).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1.2e-38, 1e-30, 1e-5])
+def test_c54_temperatures_of_almost_nothing(temperature):
+    """The likeliest token whatever the filters; nothing overflows into another."""
+    for filters in ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 4, "top_p": 1e-45}):
+        assert (drawn(temperature=temperature, **filters) == LOGITS.argmax()).all()
+
+
 def test_it_neither_sorts_nor_loops():
     """Either may keep the conditional around it out of command buffers: a sort where XLA takes a library's."""
     logits, positions = jnp.zeros((2, 1, 50)), jnp.zeros((2, 1), jnp.int32)

@@ -21,3 +21,13 @@ def test_examples(code, monkeypatch, capsys):
     for line in re.findall(r"print\(.*\)  # (.*)", code):  # what it says it prints
         assert line in printed
     assert printed
+
+
+def test_the_cases_name_tests_that_exist():
+    """Each line gives a file once, and after it names of tests in that file."""
+    file, named = None, 0
+    for path, name in re.findall(r"`(?:(tests/\S+?\.py)::)?(test_\w+)`", (ROOT / "tests/cases/README.md").read_text()):
+        file = path or file
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+        named += 1
+    assert named > 60

@@ -165,6 +165,21 @@ def test_stop_tokens(engine, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["plain", "chain", "tree"])
+def test_c55_stop_and_limit_in_one_verify_step(engine, kind):
+    """Whichever comes first ends the request, also where one step accepts tokens past both."""
+    draws = {"temperature": 1.5, "seed": 1}
+    text = serve(engine, [3, 1, 2], max_new_tokens=6, **draws)
+    expected = {}
+    for limit in range(1, 7):
+        for stop in set(text):
+            params = SamplingParams(max_new_tokens=limit, stop_tokens=(stop,), speculation=kind, **draws)
+            at = text.index(stop) + 1
+            name = engine.add_request([3, 1, 2], params)
+            expected[name] = (text[:at], "stop") if at <= limit else (text[:limit], "length")
+    assert collect(engine.run()) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize("length", [1, MAX_LEN - 9, MAX_LEN - 1])
 def test_c17_up_to_the_longest(engine, kind, length):
     """Up to max_len exactly, drafts past it included; neighbours keep their pages and their tokens."""
