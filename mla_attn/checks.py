@@ -25,12 +25,16 @@ _MOST_SOFT_CAP = 1e30
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """A static integer from ``least`` to ``most``, Python's or NumPy's, as Python's: sizes are multiplied.
 
+    At most what int32 holds if ``most`` is None, for such integers meet int32 arrays.
+
     Booleans, floats of whole value, strings and JAX arrays are refused: none of them is a static integer.
     """
     value = int(value) if _is_integer(value) else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name}={value!r} must be an integer {allowed}")
+    right_type = isinstance(value, int) and not isinstance(value, bool)
+    if not right_type or not least <= value <= (INT32_MAX if most is None else most):
+        too_large = most is None and right_type and value > INT32_MAX
+        allowed = f"of at least {least}" if most is None and not too_large else f"from {least} to {most or INT32_MAX}"
+        raise ValueError(f"{name}={shown(value)} must be an integer {allowed}")
     return value
 
 
@@ -38,10 +42,10 @@ def check_integers(name: str, values: Any) -> list[int]:
     """A sequence of static integers, or an array of one axis."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, Sequence):
-        raise ValueError(f"{name}={values!r} must be a sequence of integers")
+        raise ValueError(f"{name}={shown(values)} must be a sequence of integers")
     wrong = [value for value in listed if not _is_integer(value)]
     if wrong:
-        raise ValueError(f"{name} holds {wrong[0]!r}, must be a sequence of integers")
+        raise ValueError(f"{name} holds {shown(wrong[0])}, must be a sequence of integers")
     return [int(value) for value in listed]
 
 
@@ -94,7 +98,7 @@ def check_number(
     if not held or not all(inside for inside, _ in bounds):
         given = [text for (_, text), bound in zip(bounds, (above, least, most), strict=True) if bound is not None]
         allowed = " ".join(["a finite number", " and ".join(given)]).strip()
-        raise ValueError(f"{name}={value!r} must be {allowed}, as float32")
+        raise ValueError(f"{name}={shown(value)} must be {allowed}, as float32")
     return number
 
 
@@ -161,6 +165,15 @@ def as_int32(name: str, array: Any) -> Int[Array, "..."]:
     if held.max > INT32_MAX:
         array = array.clip(max(held.min, -INT32_MAX - 1), INT32_MAX)
     return jnp.asarray(array, jnp.int32)
+
+
+def shown(value: Any) -> str:
+    """``repr`` of a value that may come from anywhere, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return f"a {type(value).__name__} of too many digits to show"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _is_integer(value: Any) -> bool:

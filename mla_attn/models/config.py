@@ -272,6 +272,10 @@ def _read_block_size(quantization: Any) -> tuple[int, int] | None:
         return None
     read_settings(section("quantization_config", quantization), FP8, within="quantization_config")
     block = quantization.get("weight_block_size")
-    if not (isinstance(block, list | tuple) and len(block) == 2 and all(is_integer(n) and n > 0 for n in block)):
+    if not (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(is_integer(n) and 0 < n <= LARGEST_INT32 for n in block)
+    ):
         raise ValueError(f"quantization_config weight_block_size={shown(block)} must be two positive integers")
     return block[0], block[1]

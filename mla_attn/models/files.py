@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mla_attn.checks import shown
+
 MOST_JSON_BYTES = 100_000_000  # of a file or header; the safetensors package has the same limit for headers
 
 
@@ -17,21 +19,27 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, opened to read, and its size. Links are followed; pipes and devices are never opened.
+    """A regular file, opened to read, and its size. Links are followed; pipes and devices are never waited for.
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
     """
     try:
-        status = os.stat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{file} is not a regular file")
-        with open(file, "rb") as opened:
-            yield opened, status.st_size
+        # What was opened is what is asked: a name may be put on another file between two calls.
+        with open(file, "rb", opener=_open_regular) as opened:
+            yield opened, os.fstat(opened.fileno()).st_size
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _open_regular(file: str, flags: int) -> int:
+    descriptor = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise CheckpointError(f"{file} is not a regular file")
 
 
 def read_bytes(file: Path, *, most: int) -> bytes:
@@ -39,7 +47,10 @@ def read_bytes(file: Path, *, most: int) -> bytes:
     with open_file(file) as (opened, size):
         if size > most:
             raise CheckpointError(f"{file} has {size} bytes, must have at most {most}")
-        return opened.read()
+        data = opened.read(most + 1)
+        if len(data) > most:  # it has grown
+            raise CheckpointError(f"{file} must have at most {most} bytes")
+        return data
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -58,7 +69,7 @@ def parse_json(file: Path, text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise CheckpointError(f"{file} is corrupt: its JSON is nested too deep") from None
     except ValueError as error:
-        raise CheckpointError(f"{file} is corrupt: {error}") from error
+        raise CheckpointError(f"{file} is corrupt: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} must hold a JSON object, has {type(data).__name__}")
     return data
@@ -71,12 +82,6 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"it has the key {plain(twice)} twice")
     return data
-
-
-def shown(value: Any) -> str:
-    """``repr`` of a value from a file, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def plain(name: str) -> str:

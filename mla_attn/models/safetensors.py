@@ -24,6 +24,8 @@ DTYPES = {
 }
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LARGEST_SIZE = 2**63 - 1  # of an axis or an offset
+MOST_AXES = 32
 
 
 class Stored(NamedTuple):
@@ -60,7 +62,7 @@ def list_tensors(folder: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{folder / INDEX}: weight_map must map tensor names to file names")
     tensors: dict[str, Stored] = {}
     for shard in sorted(set(index.values())):
-        if shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
+        if shard in ("", "..") or Path(shard).name != shard or len(shard) > 255 or not shard.isprintable():
             raise CheckpointError(f"{folder / INDEX} names {shown(shard)}, which is not a file name in this folder")
         try:
             found = read_header(folder / shard)
@@ -114,10 +116,12 @@ def _stored(file: Path, start: int, name: str, entry: Any) -> Stored:
         raise CheckpointError(f"{file} is corrupt: {plain(name)} must have dtype, shape and data_offsets, nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     for key, value in (("shape", shape), ("data_offsets", offsets)):
-        if not isinstance(value, list) or not all(is_integer(size) and size >= 0 for size in value):
+        if not isinstance(value, list) or not all(is_integer(size) and 0 <= size <= LARGEST_SIZE for size in value):
             raise CheckpointError(
                 f"{file} is corrupt: {plain(name)} has {key} {shown(value)}, must be a list of integers from 0"
             )
+        if len(value) > MOST_AXES:
+            raise CheckpointError(f"{file} is corrupt: {plain(name)} has {key} of {len(value)}, at most {MOST_AXES}")
     if not isinstance(dtype, str) or len(offsets) != 2:
         raise CheckpointError(
             f"{file} is corrupt: {plain(name)} has dtype {shown(dtype)} and data_offsets {shown(offsets)}, must be a "

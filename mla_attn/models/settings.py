@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mla_attn.models.files import shown
+from mla_attn.checks import check_integer, shown
 
 Kind = Callable[[str, Any], Any]
 REQUIRED = object()
@@ -54,13 +54,10 @@ def read_settings(data: Mapping[str, Any], table: Mapping[str, Setting], *, with
 
 
 def integer(least: int = 0, most: int | None = None) -> Kind:
-    """An integer of at least ``least``; 1.0 and true are none."""
+    """An integer from ``least`` to ``most``, or to what int32 holds; 1.0 and true are none."""
 
     def check(name: str, value: Any) -> int:
-        if not is_integer(value) or value < least or (most is not None and value > most):
-            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{name}={shown(value)} must be an integer {limits}")
-        return value
+        return check_integer(name, value, least, most)
 
     return check
 

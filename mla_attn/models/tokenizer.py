@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from mla_attn.models.files import CheckpointError, open_file, read_bytes, read_json
+from mla_attn.models.files import CheckpointError, open_file, read_bytes, read_json, shown
 from mla_attn.models.settings import LARGEST_INT32, Setting, boolean, integer, read_settings, section
 
 END_OF_BYTES = 256  # ids from here on are special tokens of a byte-level checkpoint, and have no text
@@ -95,7 +95,9 @@ def _token_text(name: str, value: Any) -> str:
     """A token as text or as the dict of an AddedToken."""
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str):
-        raise ValueError(f"{name}={value!r} must be a string, or an object with a string as its content")
+        raise ValueError(f"{name}={shown(value)} must be a string, or an object with a string as its content")
+    if any("\ud800" <= character <= "\udfff" for character in content):
+        raise ValueError(f"{name}={shown(content)} must be text: half a surrogate pair is none")
     return content
 
 
@@ -113,7 +115,7 @@ class _BeginToken:
         self.id = None if token is None else find(token)
         if self.wanted and self.id is None:
             raise CheckpointError(
-                f"{file} has no token bos_token={token!r}, but tokenizer_config.json adds it to prompts"
+                f"{file} has no token bos_token={shown(token)}, but tokenizer_config.json adds it to prompts"
             )
 
     def apply(self, ids: list[int], plain: list[int]) -> list[int]:
@@ -171,9 +173,9 @@ class ByteTokenizer:
 
 def _byte_tokenizer(folder: Path, config: Mapping[str, Any]) -> ByteTokenizer:
     file = folder / "config.json"
-    wanted = {"vocab_size": Setting(integer(1), 0), "bos_token_id": Setting(integer(0, LARGEST_INT32), None)}
+    wanted = {"vocab_size": Setting(integer(1)), "bos_token_id": Setting(integer(0, LARGEST_INT32), None)}
     try:
-        model = read_settings(read_json(file) if os.path.lexists(file) else {}, wanted)
+        model = read_settings(read_json(file), wanted)
     except CheckpointError:
         raise
     except ValueError as error:

@@ -36,6 +36,9 @@ HEADERS = {
     "size 4.7": (one(shape="[4.7]"), r"a has shape \[4.7\]"),
     "sizes -2, -2": (one(shape="[-2,-2]"), r"a has shape \[-2, -2\]"),
     "a size of many digits": (one(shape="[" + "9" * 5000 + "]"), "is corrupt: "),
+    "a size that Python does not print": (one(shape="[" + "9" * 4300 + "]"), "a has shape"),
+    "an offset that Python does not print": (one(data_offsets="[0," + "9" * 4300 + "]"), "a has data_offsets"),
+    "more axes than an array has": (one(shape=str([1] * 1000)), "a has shape"),
     "shape a string": (one(shape='"4"'), "a has shape '4', must be a list"),
     "size true": (one(shape="[4,true]"), r"a has shape \[4, True\]"),
     "three offsets": (one(data_offsets="[0,16,16]"), "two integers"),
@@ -81,9 +84,9 @@ def check_message(error, *files):
 
 # Mutants.
 
-JUNK = [None, True, False, -1, 0, 0.5, 1.0, 10**9, 2**31, 2**63, -(2**70), 10**400, 1e-60, 1e308, float("nan"),
-        float("inf"), "", "false", "1", "\ud800", "x\n" * 50, "\0", "yarn", [], [1], [[]], [-1, 2.5], {}, {"a": 1},
-        {"type": "yarn"}, list(range(1000))]  # fmt: skip
+JUNK = [None, True, False, -1, 0, 0.5, 1.0, 10**9, 2**31, 2**63, -(2**70), 10**400, 10**4000, 2**64, 1e-60, 1e308,
+        float("nan"), float("inf"), "", "false", "1", "\ud800", "x\n" * 50, "\0", "yarn", [], [1], [[]],
+        [-1, 2.5], {}, {"a": 1}, {"type": "yarn"}, list(range(1000))]  # fmt: skip
 PIECES = [b"NaN", b"-Infinity", b"1e999", b"-", b"[", b"{" * 3000, b"[" * 100_000, b'"', b",", b"null", b"\xff\xfe",
           b"\xef\xbb\xbf", b"\0", b"9" * 5000, b'\\ud800', b'"a":1,"a":1', b"\n"]  # fmt: skip
 

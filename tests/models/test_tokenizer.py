@@ -62,7 +62,12 @@ def test_other_tokenizers_are_refused_by_name(tmp_path, name):
 
 
 def test_bytes_need_a_small_vocabulary(tmp_path):
-    assert load_tokenizer(tmp_path).encode("h") == [104]  # nothing says otherwise
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+            load_tokenizer(folder)
+    write(tmp_path, "config.json", {})
+    with pytest.raises(CheckpointError, match=r"config\.json: vocab_size is missing"):
+        load_tokenizer(tmp_path)
     write(tmp_path, "config.json", {"vocab_size": 512})
     assert load_tokenizer(tmp_path).encode("h") == [104]
     write(tmp_path, "config.json", {"vocab_size": 163840})
@@ -222,6 +227,8 @@ def test_a_begin_token_that_is_none(byte_level):
         byte_level(add_bos_token=True, bos_token="<s>")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json has no token bos_token=None"):
         byte_level(add_bos_token=True, bos_token=None)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json.*bos_token='\\ud800'"):
+        byte_level(bos_token="\ud800")  # half of a surrogate pair, which JSON can hold and no text can
 
 
 @pytest.mark.parametrize(
