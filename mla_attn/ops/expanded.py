@@ -87,11 +87,11 @@ def _add_chunks(state, q, w_uk, w_uv, pool, metadata, layer, *, spec, chunk_size
         begin = jnp.full(batch, i * chunk, jnp.int32)
         held = begin[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None] < cached[:, None]
         # What nobody sees may be NaN: the weights' derivative would multiply it by 0.
-        rows = (
+        latent, rope = (
             jnp.where(held[:, :, None], x, jnp.zeros((), x.dtype))
             for x in read_latent(pool, m.page_table, begin, chunk, layer=layer)
         )
-        keys, values = _expand(*rows, w_uk, w_uv, q.dtype)
+        keys, values = _expand(latent, rope, w_uk, w_uv, q.dtype)
         rows = RaggedMetadata(
             q_starts=m.q_starts,
             q_lens=m.q_lens,
