@@ -35,6 +35,7 @@ SAMPLING = "tests/test_sampling.py::"
 PREFIX = "tests/cache/test_prefix.py::"
 STATE = "tests/engine/test_state.py"
 ENGINE = "tests/engine/test_engine.py::"
+FAULTS = "tests/engine/test_faults.py::"
 COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
 COMBINED = "tests/pallas_kernels/test_combine.py"
 SCHEDULE = "tests/pallas_kernels/test_work_list.py::"
@@ -108,6 +109,12 @@ MUTANTS = (
     Mutant("padding requests write a slot", "mla_attn/engine/state.py", "slots = jnp.where(live, slots, ", "slots = jnp.where(live | ~live, slots, ", STATE),
     Mutant("padding requests draw", "mla_attn/engine/state.py", "jnp.where(live, x[\"temperature\"], 0.0)", "x[\"temperature\"]", STATE),
     Mutant("a lost beginning stays lost", "cache/prefix.py", "if digest not in self._kept:", "if digest not in self._kept and digests[-1] not in self._kept:", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
+    Mutant("launches kept after a fault", "mla_attn/engine/engine.py", "self._unread.clear()", "pass", FAULTS + "test_c51_an_interrupt_while_the_host_waits"),
+    Mutant("pages trusted after a fault", "mla_attn/engine/engine.py", "self._scheduler.reset(live)", "pass", FAULTS + "test_a_pass_that_raises"),
+    Mutant("rows of other weights kept", "mla_attn/engine/engine.py", "self._in_doubt = True  # all that is", "pass  # all that is", FAULTS + "test_c49_other_weights_between_steps"),
+    Mutant("logits that are no numbers drawn from", "mla_attn/passes/passes.py", "jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, INVALID_TOKEN)", "tokens", FAULTS + "test_c45_tokens_before_the_invalid_one_are_handed_out"),
+    Mutant("tokens lost when cut short", "mla_attn/engine/outputs.py", "            self._record(self._current)", "            pass", "tests/engine/test_outputs.py"),
+    Mutant("found before it was accounted for", "mla_attn/engine/scheduler.py", "min(self.num_accounted + ", "min(self.num_computed + ", "tests/engine/test_scheduler.py"),
     Mutant("a callback's interrupt goes through", "mla_attn/engine/outputs.py", "except BaseException as error:", "except Exception as error:", ENGINE + "test_whatever_a_callback_raises_loses_nobody_elses_token"),
     Mutant("room for one row in flight too few", "mla_attn/engine/scheduler.py", "request.num_decoded_rows + request.num_rows_in_flight", "request.num_decoded_rows", ENGINE + "test_tokens"),
     Mutant("preempted requests lose their tokens", "mla_attn/engine/scheduler.py", "self.waiting.appendleft(request)", "request.num_tokens = request.prompt_len; self.waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),

@@ -9,7 +9,6 @@ device. The host plans with what it knows, the most tokens a request can have by
 import asyncio
 import collections
 import copy
-import dataclasses
 import itertools
 import threading
 import time
@@ -23,35 +22,16 @@ import numpy as np
 from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
 from mla_attn.checks import check_integer, check_integers
 from mla_attn.engine import inputs, streaming
-from mla_attn.engine.outputs import Outbox
+from mla_attn.engine.outputs import Launch, Outbox
 from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS, CacheSizes, Limits, Request, Scheduler
 from mla_attn.engine.state import create_states, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models.base import CausalLM
-from mla_attn.passes import INVALID_TOKEN, DraftPasses, Passes, Shapes
+from mla_attn.passes import DraftPasses, Passes, Shapes
 from mla_attn.speculative import DraftTree
 
 MAX_FAULTS = 3  # that a request is computed again after, without a token between them
-
-
-@dataclasses.dataclass(frozen=True)
-class _Launch:
-    """Tokens on their way.
-
-    Attributes:
-        number: of launches before it.
-        requests: rows of the batch and whose they are.
-        tokens: [B] or, of verify passes, [B, depth + 1] with -1 after the emitted ones.
-        rows: most rows a request gains; 0 for prompts.
-        stops: of prompts, rows computed with this pass, for each of ``requests``.
-    """
-
-    number: int
-    requests: list[tuple[int, Request]]
-    tokens: Any
-    rows: int = 0
-    stops: tuple[int, ...] = ()
 
 
 class Engine:
@@ -174,7 +154,7 @@ class Engine:
         self._live: dict[int, Request] = {}  # those that have not ended
         self._new: collections.deque[Request] = collections.deque()  # put in by any thread
         self._cancels: collections.deque[Request] = collections.deque()
-        self._unread: collections.deque[_Launch] = collections.deque()
+        self._unread: collections.deque[Launch] = collections.deque()
         self._outbox = Outbox(self._scheduler, self._live, self._counters)
         self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task] = weakref.WeakKeyDictionary()
         self._in_doubt = False  # whether host and device may disagree: always while a step runs
@@ -240,7 +220,7 @@ class Engine:
         """A request that ``_add`` puts in. Its caller has it before, so that an interrupt leaves none that nobody
         knows."""
         params = SamplingParams() if params is None else params
-        tokens = self._check_request(prompt, params)
+        tokens = self._scheduler.check_request(prompt, params, vocab_size=self.model.vocab_size, trees=self.speculation)
         return Request(next(self._ids), tokens, params, on_output, time.perf_counter())
 
     def _add(self, request: Request) -> None:
@@ -264,26 +244,7 @@ class Engine:
             ValueError: the prompt is empty, no sequence of integers, holds an id outside the vocabulary, or is too long
                 with ``max_new_tokens`` for ``max_len`` or for all pages; a draft tree the engine was not made with.
         """
-        self._check_request(prompt, params)
-
-    def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        prompt = check_integers("prompt", prompt)
-        vocab, total = self.model.vocab_size, len(prompt) + params.max_new_tokens
-        if len(prompt) == 0:
-            raise ValueError("prompt is empty, must hold at least one token")
-        wrong = [t for t in prompt if not 0 <= t < vocab]
-        if wrong:
-            raise ValueError(f"prompt holds token {wrong[0]}, must be 0 to {vocab - 1}")
-        lengths = f"prompt has {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}"
-        if total > self.max_len:
-            raise ValueError(f"{lengths}: together they must be at most max_len={self.max_len}")
-        if params.speculation is not None and params.speculation not in self.speculation:
-            made = ", ".join(str(tree.widths) for tree in self.speculation) or "none"
-            raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
-        needed = self._cache.pages(self._scheduler.most_rows(len(prompt), params))
-        if needed > self._cache.num_pages:
-            raise ValueError(f"{lengths}: they need {needed} pages, must be at most num_pages={self._cache.num_pages}")
-        return prompt
+        self._scheduler.check_request(prompt, params, vocab_size=self.model.vocab_size, trees=self.speculation)
 
     def cancel(self, request_id: int) -> bool:
         """End a request at the next step; returns whether it was live."""
@@ -542,7 +503,7 @@ class Engine:
     def _expect(self, requests: list[Request], tokens: Any, *, rows: int = 0, stops: tuple[int, ...] = ()) -> None:
         """Tokens on their way, for a later step to read."""
         tokens.copy_to_host_async()
-        self._unread.append(_Launch(self._counters.launches, list(enumerate(requests)), tokens, rows, stops))
+        self._unread.append(Launch(self._counters.launches, list(enumerate(requests)), tokens, rows, stops))
         self._counters.launches += 1
         self._involved = ()
 
@@ -566,55 +527,10 @@ class Engine:
                 if request.finished:
                     continue
                 if launch.stops:
-                    self._account_prompt(request, launch.stops[index], int(tokens[row]))
+                    self._outbox.account_prompt(request, launch.stops[index], int(tokens[row]))
                 else:
-                    self._account_tokens(request, launch.rows, np.atleast_1d(tokens[row]).tolist())
-                    self._counters.verified_requests += tokens.ndim == 2
+                    self._outbox.account_tokens(request, launch.rows, np.atleast_1d(tokens[row]).tolist())
             self._involved = ()
-
-    def _account_prompt(self, request: Request, stop: int, token: int) -> None:
-        """The prompt's rows up to ``stop`` are computed; after the last comes its token."""
-        if token == INVALID_TOKEN:
-            self._end_invalid(request, [])
-            return
-        request.num_accounted = stop
-        self._scheduler.keep_prefix(request, all_pages=False)
-        if stop == request.prompt_rows:
-            request.num_passes_in_flight -= 1
-            self._emit(request, [token])
-
-    def _account_tokens(self, request: Request, rows: int, tokens: list[int]) -> None:
-        """What a decode or verify pass emitted: -1 is none."""
-        new = [token for token in tokens if token >= 0]
-        request.num_passes_in_flight -= 1
-        request.num_rows_in_flight -= rows
-        request.num_decoded_rows += len(new)
-        kept = self._emit(request, new, invalid=INVALID_TOKEN in tokens)
-        if len(tokens) > 1:
-            self._counters.verified_tokens += kept
-
-    def _emit(self, request: Request, new: list[int], *, invalid: bool = False) -> int:
-        """Give a request its next tokens, up to a stop token or its length; returns how many those were.
-
-        ``invalid`` says that the token after them is none: it ends the request unless one of these does.
-        """
-        new = new[: request.params.max_new_tokens - request.num_new]
-        stop = next((i for i, token in enumerate(new) if token in request.params.stop_tokens), None)
-        if stop is not None:
-            new = new[: stop + 1]
-            self._outbox.hand_out(request, new, "stop")
-        elif request.num_new + len(new) == request.params.max_new_tokens:
-            self._outbox.hand_out(request, new, "length")
-        elif invalid:
-            self._end_invalid(request, new)
-        else:
-            self._outbox.hand_out(request, new)
-        return len(new)
-
-    def _end_invalid(self, request: Request, new: list[int]) -> None:
-        self._counters.invalid_logits += 1
-        error = FloatingPointError(f"the logits after {request.num_tokens + len(new)} tokens are not all finite")
-        self._outbox.hand_out(request, new, "error", error, keep=False)
 
 
 def _without_traceback(error: Exception) -> Exception:

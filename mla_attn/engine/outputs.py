@@ -1,15 +1,36 @@
-"""Outputs on their way to the user: what the engine has decided of requests, kept until somebody takes it."""
+"""From the tokens of passes to outputs: what requests got, kept until somebody takes it."""
 
 import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from mla_attn.engine.requests import Output
 from mla_attn.engine.scheduler import Request, Scheduler
 from mla_attn.engine.statistics import Counters
+from mla_attn.passes import INVALID_TOKEN
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Tokens on their way.
+
+    Attributes:
+        number: of launches before it.
+        requests: rows of the batch and whose they are.
+        tokens: [B] or, of verify passes, [B, depth + 1] with -1 after the emitted ones.
+        rows: most rows a request gains; 0 for prompts.
+        stops: of prompts, rows computed with this pass, for each of ``requests``.
+    """
+
+    number: int
+    requests: list[tuple[int, Request]]
+    tokens: Any
+    rows: int = 0
+    stops: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -46,6 +67,57 @@ class Outbox:
         self.interrupt: BaseException | None = None
         self._scheduler, self._live, self._counters = scheduler, live, counters
         self._current: _HandOut | None = None
+
+    def account_prompt(self, request: Request, stop: int, token: int) -> None:
+        """A pass over a prompt was read: its rows up to ``stop`` are computed; after the last comes its token."""
+        if token == INVALID_TOKEN:
+            self._end_invalid(request, [])
+            return
+        request.num_accounted = stop
+        self._scheduler.keep_prefix(request, all_pages=False)
+        if stop == request.prompt_rows:
+            request.num_passes_in_flight -= 1
+            self._emit(request, [token])
+
+    def account_tokens(self, request: Request, rows: int, tokens: list[int]) -> None:
+        """A decode pass, or a verify pass of several rows, was read.
+
+        Args:
+            request: whose.
+            rows: the most that it could gain.
+            tokens: what was emitted; -1 is none.
+        """
+        new = [token for token in tokens if token >= 0]
+        request.num_passes_in_flight -= 1
+        request.num_rows_in_flight -= rows
+        request.num_decoded_rows += len(new)
+        kept = self._emit(request, new, invalid=INVALID_TOKEN in tokens)
+        if len(tokens) > 1:
+            self._counters.verified_tokens += kept
+            self._counters.verified_requests += 1
+
+    def _emit(self, request: Request, new: list[int], *, invalid: bool = False) -> int:
+        """Give a request its next tokens, up to a stop token or its length; returns how many those were.
+
+        ``invalid`` says that the token after them is none: it ends the request unless one of these does.
+        """
+        new = new[: request.params.max_new_tokens - request.num_new]
+        stop = next((i for i, token in enumerate(new) if token in request.params.stop_tokens), None)
+        if stop is not None:
+            new = new[: stop + 1]
+            self.hand_out(request, new, "stop")
+        elif request.num_new + len(new) == request.params.max_new_tokens:
+            self.hand_out(request, new, "length")
+        elif invalid:
+            self._end_invalid(request, new)
+        else:
+            self.hand_out(request, new)
+        return len(new)
+
+    def _end_invalid(self, request: Request, new: list[int]) -> None:
+        self._counters.invalid_logits += 1
+        error = FloatingPointError(f"the logits after {request.num_tokens + len(new)} tokens are not all finite")
+        self.hand_out(request, new, "error", error, keep=False)
 
     def hand_out(
         self,
@@ -90,7 +162,6 @@ class Outbox:
         end = current.begin + len(output.tokens)
         request.tokens[current.begin : end] = output.tokens
         if not current.counted:
-            current.counted = True
             self._count(current)
         request.num_tokens = end
         if output.finish_reason is not None:
@@ -99,14 +170,16 @@ class Outbox:
 
     def _count(self, current: _HandOut) -> None:
         request, output, counters = current.request, current.output, self._counters
-        if output.tokens:
+        num_tokens = len(output.tokens)
+        current.counted = True  # nothing is called from here on, so no interrupt is raised
+        if num_tokens:
             if current.begin == request.prompt_len:
                 counters.first_token_seconds += current.now - request.arrived
                 counters.first_tokens += 1
             else:
                 counters.later_token_seconds += current.now - request.last_token
             request.last_token, request.num_faults = current.now, 0
-            counters.new_tokens += len(output.tokens)
+            counters.new_tokens += num_tokens
         if output.finish_reason == "cancelled":
             counters.cancelled += 1
         elif output.finish_reason == "error":

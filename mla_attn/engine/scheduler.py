@@ -11,7 +11,7 @@ import numpy as np
 
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
-from mla_attn.checks import check_integer
+from mla_attn.checks import check_integer, check_integers
 from mla_attn.engine.requests import OnOutput, SamplingParams
 from mla_attn.engine.statistics import Counters
 from mla_attn.speculative import DraftTree
@@ -166,6 +166,27 @@ class Scheduler:
         """Rows a request may need in all: of its tokens and the drafts of its last verify pass."""
         drafts = params.speculation.size - 1 if params.speculation else 0
         return min(prompt_len + params.max_new_tokens + drafts, self.limits.max_len)
+
+    def check_request(
+        self, prompt: Sequence[int], params: SamplingParams, *, vocab_size: int, trees: Sequence[DraftTree]
+    ) -> list[int]:
+        """The tokens of a prompt; ValueError where a request could never run, as ``Engine.check_request``."""
+        prompt = check_integers("prompt", prompt)
+        if len(prompt) == 0:
+            raise ValueError("prompt is empty, must hold at least one token")
+        wrong = [t for t in prompt if not 0 <= t < vocab_size]
+        if wrong:
+            raise ValueError(f"prompt holds token {wrong[0]}, must be 0 to {vocab_size - 1}")
+        lengths = f"prompt has {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}"
+        if len(prompt) + params.max_new_tokens > self.limits.max_len:
+            raise ValueError(f"{lengths}: together they must be at most max_len={self.limits.max_len}")
+        if params.speculation is not None and params.speculation not in trees:
+            made = ", ".join(str(tree.widths) for tree in trees) or "none"
+            raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
+        needed = self.cache.pages(self.most_rows(len(prompt), params))
+        if needed > self.cache.num_pages:
+            raise ValueError(f"{lengths}: they need {needed} pages, must be at most num_pages={self.cache.num_pages}")
+        return prompt
 
     # Who runs.
 

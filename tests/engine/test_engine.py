@@ -564,9 +564,9 @@ def test_c22_programs_write_in_place():
 
 def test_steps_do_not_wait_for_the_tokens_of_the_one_before(engine, monkeypatch):
     """What a step reads was launched before it: the device has work while the host hands out tokens."""
-    order, launch, emit = [], engine._launch_tokens, engine._emit
+    order, launch, emit = [], engine._launch_tokens, engine._outbox._emit
     monkeypatch.setattr(engine, "_launch_tokens", lambda *a: (order.append("launch"), launch(*a))[1])
-    monkeypatch.setattr(engine, "_emit", lambda *a, **k: (order.append("token"), emit(*a, **k))[1])
+    monkeypatch.setattr(engine._outbox, "_emit", lambda *a, **k: (order.append("token"), emit(*a, **k))[1])
     engine.add_request([1], SamplingParams(max_new_tokens=6))
     collect(engine.run())
     # The prompt's token is still on the device when the second is made of it, and so on.

@@ -93,6 +93,7 @@ def test_only_what_was_accounted_for_is_found_by_others():
     first.num_computed = part.stop
     add(scheduler, 1, range(12))
     scheduler.admit()
+    scheduler.keep_prefix(first)
     assert scheduler.prefixes.num_pages == 0 and scheduler.running[1].num_computed == 0
     first.num_accounted = part.stop
     scheduler.keep_prefix(first)

@@ -445,6 +445,8 @@ def test_one_new_token(num_drafts):
         ({"num_drafts": 3}, "must be None: the model has no MTP layer"),
         ({"page_size": 0}, "page_size=0 must be an integer of at least 1"),
         ({"prefill_chunk": 0}, "prefill_chunk=0 must be an integer of at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer of at least 1"),
+        ({"prefill_chunk": 2.5}, "prefill_chunk=2.5 must be an integer of at least 1"),
         ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),
     ],
 )

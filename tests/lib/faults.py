@@ -43,6 +43,7 @@ class Fault:
     @contextlib.contextmanager
     def armed(self):
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this of any frame, in settrace alone
         sys.settrace(self._call)
         try:
             yield self
