@@ -450,7 +450,7 @@ def test_one_new_token(num_drafts):
         ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),
     ],
 )
-def test_wrong_calls(changes, message):
+def test_wrong_calls(changes, message, unchecked):
     options = {"prompts": [[1, 2, 3]], "max_new_tokens": 64} | changes
     with pytest.raises(ValueError, match=message):
         generate(model("v2"), **options)
