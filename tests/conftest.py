@@ -46,6 +46,8 @@ def pytest_configure(config):
     if not ("gpu" in mark and "not gpu" not in mark):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for processes that tests start
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    elif "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else the first process takes most of the GPU
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         compile_quickly()
         keep_compiled_programs()
