@@ -1,4 +1,4 @@
-"""The README says of implementations what they say themselves."""
+"""The contract's page says of implementations what they say themselves."""
 
 import pathlib
 
@@ -7,12 +7,12 @@ import pytest
 from mla_attn.dispatch import compiling_for
 from mla_attn.support import CALLS, H200, IMPLEMENTATIONS, support_table, supports
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+PAGE = pathlib.Path(__file__).parents[1] / "mla_attn" / "README.md"
 
 
-def test_readme_holds_the_support_table():
+def test_the_page_holds_the_support_table():
     """To renew it: replace what stands between the marks by what ``mla-attn supports`` prints."""
-    text = README.read_text()
+    text = PAGE.read_text()
     begin, end = "checked by a test -->\n", "<!-- end of support table -->"
     assert text[text.index(begin) + len(begin) : text.index(end)].strip() == support_table()
 

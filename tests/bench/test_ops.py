@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 from types import SimpleNamespace
 
 import jax
@@ -284,6 +285,25 @@ def test_table_and_picture(capsys, tmp_path):
     assert rows[3][:4] == [SHAPE, "dense-gather", "-", "-"] and float(rows[3][4]) > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert report.table(json.loads(data.read_text())) + "\n" == printed
+    again = tmp_path / "again.svg"  # from the JSON alone, its names as text
+    assert main(["bench", "roofline", str(data), str(again)]) == 0
+    assert SHAPE in again.read_text()
+    data.write_text("{}")
+    assert main(["bench", "roofline", str(data), str(again)]) == 2
+    assert "must be a report of `mla-attn bench ops --json`" in capsys.readouterr().err
+
+
+def test_the_measured_figures_are_drawn_as_shown(tmp_path):
+    """The picture in the README is the command's, of the data beside it; drawn twice it is the same."""
+    pytest.importorskip("matplotlib")
+    folder = pathlib.Path(problem.__file__).parents[1]
+    pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for picture in pictures:
+        assert main(["bench", "roofline", str(folder / "measured.json"), str(picture)]) == 0
+    first, second = (picture.read_text() for picture in pictures)
+    assert first == second
+    texts = re.compile(r"<text[^>]*>([^<]*)<|<!-- (.*?) -->")
+    assert texts.findall(first) == texts.findall((folder / "roofline.svg").read_text())
 
 
 def test_layers_hold_different_data_and_table_tails_are_hostile():

@@ -1,33 +1,97 @@
-"""The README's examples run as they stand."""
+"""What the pages say is true: their examples run, their links lead somewhere, their figures are those of the data."""
 
+import json
 import pathlib
 import re
 
 import jax
 import pytest
 
+from mla_attn.bench.ops.shapes import parse_shape
+from mla_attn.specs import MLASpec
+
 ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+PAGES = sorted(path for path in ROOT.rglob("README.md") if not {".venv", ".pytest_cache"} & set(path.parts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_examples(code, monkeypatch, capsys):
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def example(path, number, code):
+    """The root page's take longer than others: they compile a kernel's fallback, and an engine."""
+    marks = [pytest.mark.slow] if path == ROOT / "README.md" else []
+    return pytest.param(path, code, id=f"{name(path)}-{number}", marks=marks)
+
+
+EXAMPLES = [
+    example(path, number, code)
+    for path in PAGES
+    for number, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize("path, code", EXAMPLES)
+def test_examples(path, code, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     # As for users: strict promotion is for the library's own code.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        exec(compile(code, "README.md", "exec"), {})
+        exec(compile(code, name(path), "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
     for line in re.findall(r"print\(.*\)  # (.*)", code):  # what it says it prints
         assert line in printed
-    assert printed
+    assert printed or "print(" not in code
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "pallas_kernels/NOTES.md"], ids=name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):
+        file, _, heading = target.partition("#")
+        found = path.parent / file if file else path
+        assert found.exists(), f"{name(path)} links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.MULTILINE)
+            assert heading in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target
+
+
+def test_the_first_page_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len([word for line in text.splitlines() if not line.startswith("|") for word in line.split()]) <= 900
+
+
+def test_measured_figures_are_those_of_the_table():
+    """The picture's data, and the rows of both pages, say the same; operations and bytes are those of the shapes."""
+    data = json.loads((ROOT / "mla_attn/bench/measured.json").read_text())
+    pages = (ROOT / "mla_attn/bench/README.md").read_text(), (ROOT / "README.md").read_text()
+    long, short = ([[c.strip() for c in line.split("|")[1:-1]] for line in page.splitlines()] for page in pages)
+    columns = {"mosaic_gpu": 1, "best peer": 6, "xla": 7}
+    compared = 0
+    for result in data["results"]:
+        shape = parse_shape(result["shape"])
+        spec = MLASpec(num_heads=shape.heads, kv_lora_rank=512, qk_rope_head_dim=64, scale=1.0)
+        assert result["flops"] == shape.flops(spec)
+        assert result["bytes"] == shape.bytes(spec, row_bytes=1152, itemsize=2)
+        label = ", ".join(result["shape"].split("@")[0].split("x", 3)).replace("uniform:", "uniform 1 to ")
+        label = {"64, 128, 1, 32768+63*16": "32768 beside 63 of 16, 128 heads"}.get(label, label)
+        (row,) = (row for row in long if len(row) == 8 and row[0].partition(" (")[0] == label)
+        assert float(row[columns[result["implementation"]]]) == result["kernel_us"]
+        if result["implementation"] == "mosaic_gpu":
+            assert [float(row[2]), float(row[3])] == [result["wall_us"], result["sustained_us"]]
+            assert row[4] == f"{result['bound_us']} {result['bound']}"
+        for row in (row for row in short if len(row) == 5 and row[0] == label):
+            column = {"mosaic_gpu": 1, "best peer": 3, "xla": 4}[result["implementation"]]
+            assert row[column] == f"{result['kernel_us']:.0f}" and row[2].startswith(f"{result['bound_us']} (")
+            compared += 1
+    assert compared == 14
 
 
 def test_the_cases_name_tests_that_exist():
     """Each line gives a file once, and after it names of tests in that file."""
     file, named = None, 0
-    for path, name in re.findall(r"`(?:(tests/\S+?\.py)::)?(test_\w+)`", (ROOT / "tests/cases/README.md").read_text()):
+    for path, test in re.findall(r"`(?:(tests/\S+?\.py)::)?(test_\w+)`", (ROOT / "tests/cases/README.md").read_text()):
         file = path or file
-        assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no {test}"
         named += 1
     assert named > 60

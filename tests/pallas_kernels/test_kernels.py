@@ -1,6 +1,7 @@
 """The Hopper kernels without a GPU: every kind of call lowers, and compiles to machine code as it should."""
 
 import functools
+import pathlib
 
 import jax
 import pytest
@@ -18,6 +19,12 @@ pytestmark = needs_kernels
 TARGET = "custom_call @mosaic_gpu"
 QUICK = ("layers", "stacked", "decode, 128 heads")  # of layers: 16 heads
 ATTENDS = ("mla_decode", "mla_stream")
+
+# Rows of the tables of the kernels' page, as lists of cells.
+PAGE = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in (pathlib.Path(__file__).parents[2] / "pallas_kernels" / "README.md").read_text().splitlines()
+]
 
 # Bytes that a thread may spill, outside the loops over tiles, in branches that few tiles take, or where it loads; none
 # where nothing is said. The bits of a tree's mask take registers of their own, as do rows gathered one by one.
@@ -75,7 +82,7 @@ def test_layers_scanned_over(lists):
 @pytest.mark.parametrize("latent, rope", [(512, 64), (256, 64), (512, 0)])
 @pytest.mark.parametrize("tile_rows", [8, 16, 24, 32, 64])
 def test_shared_memory_is_enough(latent, rope, tile_rows):
-    """Counted from the scratch types that a kernel is launched with."""
+    """Counted from the scratch types that a kernel is launched with; the kernels' page says the same."""
     from mla_attn.pallas_kernels.mosaic_gpu import mla_decode, mla_stream
     from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.primitives import SHARED_BYTES, shared_bytes
@@ -90,6 +97,21 @@ def test_shared_memory_is_enough(latent, rope, tile_rows):
         taken = shared_bytes(body.scratch(), body.reduction_bytes)
         tiles = 2 * 2 * 64 * (latent + max(rope, 64))  # bytes of the key tiles alone
         assert tiles < taken <= SHARED_BYTES
+        kernel = f"`{type(body).__module__.rpartition('.')[2]}`"
+        (told,) = [row[2:] for row in PAGE if row[:2] == [kernel, str(tile_rows)] and len(row) == 5] or [None]
+        assert told is None or int(told[[(512, 64), (256, 64), (512, 0)].index((latent, rope))]) == taken
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 256])
+@pytest.mark.parametrize("tile_rows", [64, 128])
+def test_shared_memory_of_output_tiles(tile_rows, block_n):
+    """As the kernels' page says."""
+    from mla_attn.pallas_kernels.mosaic_gpu import grouped_matmul
+    from mla_attn.pallas_kernels.mosaic_gpu.primitives import shared_bytes
+
+    config = grouped_matmul.Config(tile_rows=tile_rows, block_n=block_n)
+    taken = shared_bytes(grouped_matmul._Body(config, 132, 1024, (4, 1024, 2048)).scratch())
+    assert [f"{tile_rows} x {block_n}", str(config.stages), str(taken)] in PAGE
 
 
 # Compiled to machine code

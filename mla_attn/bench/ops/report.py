@@ -1,14 +1,12 @@
-"""The report as text and as a roofline picture."""
-
-import pathlib
+"""The report as text."""
 
 from mla_attn.bench.ops.run import Result
 
 
 def table(report: dict) -> str:
     """Markdown: machine and ceilings, then a row per shape and implementation, then what was not measured and why."""
-    machine, configuration, (short, sustained, read) = report["machine"], report["configuration"], _ceilings(report)
-    results, (prefix, unit) = _results(report), _unit(report)
+    machine, configuration, (short, sustained, read) = report["machine"], report["configuration"], rates_of(report)
+    results, (prefix, unit) = results_of(report), unit_of(report)
     columns = ["shape", "implementation", "kernel us", "kernels", "wall us", "sustained us", "host us"]
     columns += [f"{prefix}B/s", f"{prefix}FLOP/s", "% of bound", "bound", "temp MiB"]
     rows = [columns, ["---"] * 2 + ["---:"] * (len(columns) - 2), *(_row(r, unit) for r in results)]
@@ -23,25 +21,29 @@ def table(report: dict) -> str:
         *("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows),
         "",
         f"{prefix}B/s, {prefix}FLOP/s, % of bound: from the least bytes and operations of the shape, and from kernel "
-        "time, or wall time where that is unknown. Kernel and wall us: of short runs after a rest. Wall: a "
-        "call of a chain; on a GPU by the GPU's clock, with the loop's own kernels and all gaps, and launched without "
-        "command buffers. Sustained: calls back to back, once a power limit has lowered the GPU's frequency.",
+        "time, or wall time where that is unknown. Kernel and wall us: of short runs after a rest. Wall: a call of a "
+        "chain; on a GPU by the GPU's clock, all gaps included, without command buffers, and without --unroll with the "
+        "loop's own kernels (some 15 us a call). Sustained: calls back to back, once a power limit has lowered the "
+        "GPU's frequency.",
     ]
     notes = [f"{r.shape}, {r.implementation}: {r.status}: {r.reason}" for r in results if r.status != "ok"]
     notes += dict.fromkeys(f"no kernel time: {r.kernel_reason}" for r in results if r.kernel_reason)
     return "\n".join(lines + notes)
 
 
-def _results(report: dict) -> list[Result]:
+def results_of(report: dict) -> list[Result]:
+    """The results of a report as JSON holds it."""
     return [Result(**result) for result in report["results"]]
 
 
-def _ceilings(report: dict) -> tuple[float, float, float]:
+def rates_of(report: dict) -> tuple[float, float, float]:
+    """Ceilings of a report: product in a short run, sustained (FLOP/s), read (bytes/s)."""
     ceilings = report["ceilings"]
     return ceilings["product_flops_short"], ceilings["product_flops_sustained"], ceilings["read_bytes"]
 
 
-def _unit(report: dict) -> tuple[str, float]:
+def unit_of(report: dict) -> tuple[str, float]:
+    """Prefix and size of the unit that rates are shown in."""
     return ("T", 1e12) if report["ceilings"]["read_bytes"] > 1e11 else ("G", 1e9)
 
 
@@ -61,32 +63,3 @@ def _number(x: float | None) -> str:
     if x is None:
         return "-"
     return f"{x:.0f}" if x >= 1000 else f"{x:.4g}"
-
-
-def plot(report: dict, path: str | pathlib.Path) -> None:
-    """Achieved rate against intensity (operations per byte, both the least there are), under this run's ceilings."""
-    from matplotlib.figure import Figure
-
-    prefix, unit = _unit(report)
-    short, sustained, read = (rate / unit for rate in _ceilings(report))
-    points = [
-        (r.implementation, r.shape, r.flops / r.bytes, r.flops / r.seconds / unit)
-        for r in _results(report)
-        if r.seconds
-    ]
-    left, right = (f([short / read, *(x for _, _, x, _ in points)]) for f in (min, max))
-    left, right = left / 2, right * 2
-    axes = (figure := Figure(figsize=(9, 6), layout="constrained")).add_subplot(xscale="log", yscale="log")
-    axes.plot([left, short / read, right], [left * read, short, short], "k-", label="read; product, short run")
-    axes.plot([sustained / read, right], [sustained, sustained], "k:", label="product, sustained")
-    for implementation in dict.fromkeys(name for name, *_ in points):
-        mine = [(x, y) for name, _, x, y in points if name == implementation]
-        axes.plot(*zip(*mine, strict=True), "o", label=implementation)
-    for shape in dict.fromkeys(shape for _, shape, *_ in points):
-        at = max(((x, y) for _, name, x, y in points if name == shape), key=lambda at: at[1])
-        axes.annotate(shape, at, textcoords="offset points", xytext=(5, 4), fontsize=7)
-    axes.set(xlabel="FLOP/byte", ylabel=f"{prefix}FLOP/s")
-    axes.set_title(f"{report['machine']['device']}, {report['machine']['date'][:10]}")
-    axes.legend()
-    axes.grid(visible=True, which="both", alpha=0.2)
-    figure.savefig(path, dpi=150)
