@@ -15,7 +15,6 @@ A prefix cache (``mla_attn.cache.prefix``) holds full pages by themselves, besid
 """
 
 import dataclasses
-import heapq
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -63,7 +62,7 @@ class PageAllocator:
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("table_width", table_width)):
             check_integer(name, value, 1)
         self.num_pages, self.page_size, self.table_width = int(num_pages), int(page_size), int(table_width)
-        self._free = list(range(self.num_pages))  # a heap, as any sorted list is
+        self._num_free, self._lowest = self.num_pages, 0  # no page below the second is free
         self._holders = np.zeros(self.num_pages, np.int32)  # requests whose table names the page, and holds; 0 = free
         self._requests: dict[Hashable, _Request] = {}
 
@@ -145,8 +144,7 @@ class PageAllocator:
         """
         self._check_new("request", request)
         check_integer("len(pages)", len(pages), 0, self.table_width)
-        for page in pages:
-            self._check_held(page)
+        self._check_all_held(pages)
         row = np.full(self.table_width, -1, np.int32)
         row[: len(pages)] = pages
         self._holders[row[: len(pages)]] += 1
@@ -160,9 +158,7 @@ class PageAllocator:
     def release(self, page: int) -> None:
         """Gives up a ``hold``: the page is free if nobody else holds it. ValueError if it is free already."""
         self._check_held(page)
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            heapq.heappush(self._free, page)
+        self._let_go(np.array([page]))
 
     def free(self, request: Hashable) -> None:
         """Removes a request; pages that nobody else holds become free.
@@ -207,12 +203,12 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages nobody holds."""
-        return len(self._free)
+        return self._num_free
 
     @property
     def num_used(self) -> int:
         """Pages that somebody holds, each counted once."""
-        return self.num_pages - len(self._free)
+        return self.num_pages - self._num_free
 
     @property
     def num_shared(self) -> int:
@@ -225,20 +221,35 @@ class PageAllocator:
     def _extend(self, request: _Request, num_tokens: int) -> None:
         """The only place that takes pages: all that are needed or, raising OutOfPages, none."""
         first, last = self._num_pages(request.length), self._num_pages(int(num_tokens))
-        if last - first > len(self._free):
-            raise OutOfPages(last - first, len(self._free), self.num_pages)
-        for i in range(first, last):
-            request.row[i] = heapq.heappop(self._free)
-        self._holders[request.row[first:last]] = 1
+        needed = last - first
+        if needed > self._num_free:
+            raise OutOfPages(needed, self._num_free, self.num_pages)
+        if needed:
+            # The lowest that are free, sought in ever longer pieces: most are found in the first.
+            end = self._lowest + 64
+            while len(found := self._free_between(self._lowest, end)) < needed:
+                end += end - self._lowest
+            pages = found[:needed]
+            request.row[first:last] = pages
+            self._holders[pages] = 1
+            self._num_free -= needed
+            self._lowest = int(pages[-1]) + 1
         request.length = int(num_tokens)
+
+    def _free_between(self, begin: int, end: int) -> np.ndarray:
+        return begin + np.flatnonzero(self._holders[begin:end] == 0)
 
     def _release(self, request: _Request, keep: int) -> None:
         """The only place that gives pages back: a request lets go of all but its first ``keep``."""
         pages = request.row[keep : self._num_pages(request.length)]
-        self._holders[pages] -= 1  # no page is in a row twice, so none is missed
-        for page in pages[self._holders[pages] == 0].tolist():
-            heapq.heappush(self._free, page)
+        self._let_go(pages)
         pages[:] = -1
+
+    def _let_go(self, pages: np.ndarray) -> None:
+        self._holders[pages] -= 1  # no page is there twice, so none is missed
+        free = pages[self._holders[pages] == 0]
+        self._num_free += len(free)
+        self._lowest = min(self._lowest, int(free.min(initial=self.num_pages)))
 
     def _find(self, name: str, request: Hashable) -> _Request:
         if request not in self._requests:
@@ -249,6 +260,13 @@ class PageAllocator:
         check_integer("page", page, 0, self.num_pages - 1)
         if self._holders[page] == 0:
             raise ValueError(f"page={page} must be one that is held")
+
+    def _check_all_held(self, pages: Sequence[int]) -> None:
+        pages = list(pages)
+        right = set(map(type, pages)) == {int} and min(pages) >= 0 and max(pages) < self.num_pages
+        if not (right and self._holders[pages].all()):
+            for page in pages:
+                self._check_held(page)
 
     def _check_new(self, name: str, request: Hashable) -> None:
         if request in self._requests:

@@ -6,7 +6,6 @@ when they end.
 """
 
 import hashlib
-import itertools
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -67,6 +66,21 @@ class PrefixCache:
             digest = hashlib.blake2b(digest + data[begin : begin + size].tobytes(), digest_size=16).digest()
             digests.append(digest)
 
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """The longest kept run of pages that begins ``digests``."""
+        found = []
+        for digest in digests:
+            page = self._kept.get(digest)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def num_available(self, found: Sequence[int]) -> int:
+        """Pages that may be taken, free or idle, beside those ``found``."""
+        idle = self._idle
+        return self._pages.num_free + int(np.count_nonzero(idle)) - int(np.count_nonzero(idle[list(found)]))
+
     def fork(self, request: Hashable, digests: Sequence[bytes]) -> int:
         """Adds ``request`` to the allocator with the longest kept run of pages that begins ``digests``.
 
@@ -77,9 +91,9 @@ class PrefixCache:
         Returns:
             Tokens that are shared, a multiple of the page size, 0 if none.
         """
-        found = list(itertools.takewhile(self._kept.__contains__, digests))
+        found = self.find(digests)
         self._touch(found)
-        self._pages.adopt(request, [self._kept[digest] for digest in found])
+        self._pages.adopt(request, found)
         return len(found) * self._pages.page_size
 
     def keep(self, request: Hashable, digests: Sequence[bytes], *, begin: int = 0) -> None:
@@ -97,7 +111,7 @@ class PrefixCache:
                 self._pages.hold(page)
                 self._kept[digest], self._digest_of[page] = page, digest
                 self.held[page] = 1
-        self._touch(digests[begin:])
+        self._touch([self._kept[digest] for digest in digests[begin:]])
 
     def evict(self, num_pages: int) -> bool:
         """Let go of least recently used pages until ``num_pages`` are free in the allocator; of none if that cannot be.
@@ -129,8 +143,7 @@ class PrefixCache:
         self.held[page] = 0
         self._pages.release(page)
 
-    def _touch(self, digests: Sequence[bytes]) -> None:
+    def _touch(self, pages: Sequence[int]) -> None:
         """The first last: a beginning outlives what follows it."""
-        for digest in reversed(digests):
-            self._clock += 1
-            self._last_use[self._kept[digest]] = self._clock
+        self._clock += len(pages)
+        self._last_use[list(pages)] = np.arange(self._clock, self._clock - len(pages), -1)

@@ -29,7 +29,8 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
     Booleans, floats of whole value, strings and JAX arrays are refused: none of them is a static integer.
     """
-    value = int(value) if _is_integer(value) else value
+    if type(value) is not int:
+        value = int(value) if _is_integer(value) else value
     right_type = isinstance(value, int) and not isinstance(value, bool)
     if not right_type or not least <= value <= (INT32_MAX if most is None else most):
         too_large = most is None and right_type and value > INT32_MAX
@@ -43,6 +44,8 @@ def check_integers(name: str, values: Any) -> list[int]:
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, Sequence):
         raise ValueError(f"{name}={shown(values)} must be a sequence of integers")
+    if set(map(type, listed)) <= {int}:  # of prompts, as long as they may be
+        return list(listed)
     wrong = [value for value in listed if not _is_integer(value)]
     if wrong:
         raise ValueError(f"{name} holds {shown(wrong[0])}, must be a sequence of integers")

@@ -221,7 +221,9 @@ class Engine:
         knows."""
         params = SamplingParams() if params is None else params
         tokens = self._scheduler.check_request(prompt, params, vocab_size=self.model.vocab_size, trees=self.speculation)
-        return Request(next(self._ids), tokens, params, on_output, time.perf_counter())
+        request = Request(next(self._ids), tokens, params, on_output, time.perf_counter())
+        self._scheduler.digest(request)
+        return request
 
     def _add(self, request: Request) -> None:
         with self._adding:
@@ -522,14 +524,15 @@ class Engine:
             self._involved = [request for _, request in launch.requests]
             tokens = np.asarray(launch.tokens)
             self._counters.wait_seconds += time.perf_counter() - begin
+            each = tokens.reshape(len(tokens), -1).tolist()
             self._unread.popleft()
             for index, (row, request) in enumerate(launch.requests):
                 if request.finished:
                     continue
                 if launch.stops:
-                    self._outbox.account_prompt(request, launch.stops[index], int(tokens[row]))
+                    self._outbox.account_prompt(request, launch.stops[index], each[row][0])
                 else:
-                    self._outbox.account_tokens(request, launch.rows, np.atleast_1d(tokens[row]).tolist())
+                    self._outbox.account_tokens(request, launch.rows, each[row])
             self._involved = ()
 
 

@@ -174,9 +174,9 @@ class Scheduler:
         prompt = check_integers("prompt", prompt)
         if len(prompt) == 0:
             raise ValueError("prompt is empty, must hold at least one token")
-        wrong = [t for t in prompt if not 0 <= t < vocab_size]
-        if wrong:
-            raise ValueError(f"prompt holds token {wrong[0]}, must be 0 to {vocab_size - 1}")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = next(t for t in prompt if not 0 <= t < vocab_size)
+            raise ValueError(f"prompt holds token {wrong}, must be 0 to {vocab_size - 1}")
         lengths = f"prompt has {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}"
         if len(prompt) + params.max_new_tokens > self.limits.max_len:
             raise ValueError(f"{lengths}: together they must be at most max_len={self.limits.max_len}")
@@ -197,14 +197,16 @@ class Scheduler:
             request, slot = self.waiting[0], self._free_slot()
             if slot is None or self._blocked == (request, self._num_releases):
                 return
-            found = self._find_prefix(request)
+            digests = self.digest(request)[: (request.num_tokens - 1) // self.cache.page_size]
+            there = self.prefixes.find(digests)
             # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
-            needed = self.cache.pages(request.num_tokens) - self.cache.pages(found)
             growing = sum(self._may_grow(r) for r in self.running.values())
-            if not self._make_free(needed + growing):
-                self.pages.free(request.id)
+            needed = self.cache.pages(request.num_tokens) - len(there) + growing
+            if needed > self.prefixes.num_available(there):
                 self._blocked = request, self._num_releases
                 return
+            found = self.prefixes.fork(request.id, digests)
+            self._make_free(needed)
             self.pages.grow(request.id, request.num_tokens)
             self.waiting.popleft()
             request.rewind()
@@ -260,28 +262,22 @@ class Scheduler:
         """Let others find the full pages of a running request's final rows: all of them, or those since the last call
         alone."""
         if self.cache.prefix_cache:
-            digests = self._digests(request, request.num_final_rows)
+            digests = self.digest(request)[: request.num_final_rows // self.cache.page_size]
             self.prefixes.keep(request.id, digests, begin=0 if all_pages else request.num_kept_pages)
             request.num_kept_pages = len(digests)
 
-    def _find_prefix(self, request: Request) -> int:
-        """Adds the request to the page allocator; returns how many of its rows are there. The last token's row is
-        always computed: the next token comes from it."""
-        if not self.cache.prefix_cache:
-            self.pages.create(request.id)
-            return 0
-        return self.prefixes.fork(request.id, self._digests(request, request.num_tokens - 1))
-
-    def _digests(self, request: Request, num_tokens: int) -> list[bytes]:
-        """Names of the full pages among the request's first tokens, each computed once.
+    def digest(self, request: Request) -> list[bytes]:
+        """Names of the full pages among a request's tokens, each computed once; none without a prefix cache. Whoever
+        adds a request calls this, so that no step has to do it for a long prompt.
 
         Speculative requests also need the draft layer's rows, which plain requests never write, so the two do not share
         prefixes. (The draft layer's row of a page's last token depends on the token that followed it in the request
         that wrote it. After sharing, a draft may be rejected because of that; emitted tokens are not affected.)
         """
-        kind = request.params.speculation is not None
-        self.prefixes.extend_digests(request.digests, request.tokens[:num_tokens], kind=kind)
-        return request.digests[: num_tokens // self.cache.page_size]
+        if self.cache.prefix_cache and len(request.digests) < request.num_tokens // self.cache.page_size:
+            kind = request.params.speculation is not None
+            self.prefixes.extend_digests(request.digests, request.tokens[: request.num_tokens], kind=kind)
+        return request.digests
 
     def _make_free(self, num_pages: int) -> bool:
         return self.pages.num_free >= num_pages or self.prefixes.evict(num_pages)
@@ -318,9 +314,11 @@ class Scheduler:
         tree, most = request.params.speculation, self.most_rows(request.prompt_len, request.params)
         while request.id in self.running and request.wants_token:
             rows = request.prompt_rows + request.num_decoded_rows + request.num_rows_in_flight
-            rows = max(min(rows + (tree.size if tree else 1), most), self.pages.length(request.id))
+            rows = min(rows + (tree.size if tree else 1), most)
+            if rows <= self.pages.length(request.id):
+                return True
             try:
-                self.pages.grow(request.id, rows)
+                self.pages.grow(request.id, self.cache.pages(rows) * self.cache.page_size)
                 return True
             except OutOfPages as error:
                 if self._make_free(error.needed) or read():

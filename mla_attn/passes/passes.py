@@ -76,6 +76,8 @@ class Passes:
         wrap: applied to every pass before it is compiled.
     """
 
+    buckets_class = Buckets  # of which benchmarks make variants
+
     def __init__(
         self,
         model: CausalLM,
@@ -146,7 +148,8 @@ class Passes:
         ladder = [{"B": batch} for batch in shapes.batches]
         if prompts:
             ladder = [{"B": b, "T": t} for b in shapes.prompt_batches or shapes.batches for t in shapes.prompt_rows]
-        return Buckets(name, made.fn, [structs(made.inputs, {**made.sizes, **rung}, self.dtype) for rung in ladder])
+        rungs = [structs(made.inputs, {**made.sizes, **rung}, self.dtype) for rung in ladder]
+        return self.buckets_class(name, made.fn, rungs)
 
     def model(self, state: Any) -> Any:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._structure, state))

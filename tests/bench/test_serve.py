@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import V3
 from mla_attn.bench import output, timing
-from mla_attn.bench.serve import command, report
+from mla_attn.bench.serve import command, host, report
 from mla_attn.bench.serve import replay as replaying
 from mla_attn.bench.serve.engines import SimulatedEngine
 from mla_attn.bench.serve.replay import Record, replay
@@ -75,6 +75,16 @@ def test_common_prefixes():
     assert len({r.prompt for r in requests}) == len(requests)
     assert {token for r in requests for token in r.prompt} == set(range(100))
     assert {r.prefix for r in trace(shared_prefix=0, shared_share=1.0)} == {None}
+
+
+def test_a_long_prompt_comes_after_all_others():
+    *others, last = trace(long_prompt=100)
+    assert tuple(others) == trace()
+    assert (last.arrival, len(last.prompt), last.new_tokens) == (others[-1].arrival, 100, 10)
+    with pytest.raises(
+        ValueError, match="long_prompt=141 and new_tokens=10 are 151 together, must be at most max_len=150"
+    ):
+        trace(long_prompt=141)
 
 
 # The replay
@@ -240,6 +250,29 @@ def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, 
     lines = capsys.readouterr().out.splitlines()
     assert lines == [*report.header(results[0]).splitlines(), *map(report.row, results)]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# The engine's own work
+
+
+def test_host_time(monkeypatch, tmp_path, capsys):
+    """Steps as many as the prompts have parts; who waits waits, and a decode step that is timed decodes."""
+    pytest.importorskip("matplotlib")
+    for name, value in {
+        "PROMPT_TOKENS": 32, "BESIDE": 3, "RUNNING": (2,), "WAITING": (5,), "_WAITER": 128, "_DECODED": 20,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(host, name, value)
+    engines, timed, picture = [], host._time, tmp_path / "host.png"
+    monkeypatch.setattr(host, "_time", lambda engine, steps: (engines.append(engine), timed(engine, steps))[1])
+    assert main(["bench", "host", "--prompt-tokens", "100", "--json", "--plot", str(picture)]) == 0
+    rows = json.loads(capsys.readouterr().out)["steps"]
+    asked = [(r["prompt"], r["running"], r["waiting"], r["steps"]) for r in rows]
+    assert asked == [(100, 0, 0, 4), (100, 3, 0, 4), (0, 2, 5, 20)]
+    assert all(0 < r["mean"] <= r["worst"] for r in rows)
+    assert [(e.statistics.waiting, e.statistics.running) for e in engines] == [(0, 1), (0, 4), (5, 2)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "host", "--prompt-tokens", "1,x"]) == 2
+    assert "--prompt-tokens '1,x' must be integers from 1" in capsys.readouterr().err
 
 
 def test_requests_scale_with_several_batch_sizes():

@@ -162,8 +162,8 @@ def test_who_waits_costs_nothing_until_something_is_released(monkeypatch):
     while prompts(scheduler):
         pass
     add(scheduler, 1, range(40, 70), new=10)
-    looked, fork = [], scheduler.prefixes.fork
-    monkeypatch.setattr(scheduler.prefixes, "fork", lambda *a: (looked.append(a), fork(*a))[1])
+    looked, find = [], scheduler.prefixes.find
+    monkeypatch.setattr(scheduler.prefixes, "find", lambda *a: (looked.append(a), find(*a))[1])
     for _ in range(5):
         scheduler.admit()
         assert tokens(scheduler) == [0]
@@ -171,7 +171,7 @@ def test_who_waits_costs_nothing_until_something_is_released(monkeypatch):
     while scheduler.running:
         tokens(scheduler)
     scheduler.admit()
-    assert len(looked) == 2 and list(scheduler.running) == [1]
+    assert len(looked) == 3 and list(scheduler.running) == [1]  # found, then taken
 
 
 def test_pages_are_digested_once(monkeypatch):
@@ -184,7 +184,7 @@ def test_pages_are_digested_once(monkeypatch):
     while not request.finished:
         prompts(scheduler)
         tokens(scheduler)
-    assert len(digested) == 107 // 4
+    assert len(digested) == 108 // 4
     assert scheduler.prefixes.num_pages == 107 // 4
 
 

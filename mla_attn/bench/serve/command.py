@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shared-prefix", type=int, default=0, metavar="TOKENS", help=f"length of {COMMON_PREFIXES} common prefixes")
     add("--shared-share", type=float, default=0.5, metavar="0..1", help="requests that begin with one (default 0.5)")
     add(
+        "--long-prompt",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="one more request, of such a prompt, after all others",
+    )
+    add(
         "--max-batch",
         default="8",
         metavar="B,B",
@@ -225,11 +232,14 @@ def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -
     load, most = cases[0].load, max(case.max_batch for case in cases)  # loads differ in the number of requests alone
     fitting = positions if options.num_pages is None else min(positions, options.num_pages * options.page_size)
     usual = load.shared_prefix + _USUAL * (load.prompt_tokens + load.new_tokens)
-    max_len = min(usual, fitting) if options.max_len is None else options.max_len
+    long = load.long_prompt + load.new_tokens if load.long_prompt else 0
+    max_len = min(max(usual, long), fitting) if options.max_len is None else options.max_len
     if max_len > fitting:
         raise ValueError(f"max_len={max_len} must be at most {fitting}, what the model and num_pages have room for")
-    pages = most * -(-max_len // options.page_size) if options.num_pages is None else options.num_pages
-    return max_len, pages
+    if options.num_pages is not None:
+        return max_len, options.num_pages
+    lengths = [max_len, *(most - 1) * [min(usual, max_len) if long else max_len]]
+    return max_len, sum(-(-length // options.page_size) for length in lengths)
 
 
 def _model(checkpoint: str, dtype: str, *, drafts: bool) -> CausalLM:

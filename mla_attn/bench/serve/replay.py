@@ -186,6 +186,6 @@ def watch(engine: Engine, load: Load, params: SamplingParams) -> dict[str, int |
 
 
 def _twice_the_batch(engine: Engine, load: Load, new_tokens: int) -> tuple[Request, ...]:
-    few = {"requests": 2 * engine.max_running, "rate": math.inf, "new_tokens": new_tokens}
+    few = {"requests": 2 * engine.max_running, "rate": math.inf, "new_tokens": new_tokens, "long_prompt": 0}
     load = dataclasses.replace(load, **few, seed=load.seed + 1)
     return make_trace(load, vocab_size=engine.model.vocab_size, max_len=engine.max_len)

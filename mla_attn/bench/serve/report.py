@@ -67,7 +67,9 @@ def table(report: dict) -> str:
         "requests": f"{summary['requests']}, {summary['served']} served in full, {rate}",
         "prompt tokens": f"{summary['prompt_tokens']}, {100 * summary['prefix_share']:.1f} % found in the prefix cache",
         "new tokens": f"{summary['new_tokens']}, acceptance length {accepted}",
-        "duration": f"{summary['duration']:.2f} s, {summary['steps']} engine steps{_step_times(summary)}",
+        "duration": f"{summary['duration']:.2f} s, {summary['steps']} engine steps of "
+        f"{_figure(summary['step_time'], 1e3)} ms",
+        "host ms a step": _figure(summary["host_time"], 1e3),
         "throughput": f"{summary['output_tokens_per_second']:.1f} output tokens/s, "
         f"{summary['total_tokens_per_second']:.1f} with prompts",
         "pages": f"{summary['most_pages']} of {config['num_pages']} held at most by requests; "
@@ -85,7 +87,7 @@ def table(report: dict) -> str:
         f"{config['checkpoint']}, {config['dtype']}, page {config['page_size']}, at most {config['max_batch']} "
         f"requests of {config['max_len']} tokens at a time, {_drafts(config)}, seed {config['seed']}",
     ]
-    return "\n".join([*head, "", *(f"{name:<15}{value}" for name, value in lines.items()), "", _latencies(summary)])
+    return "\n".join([*head, "", *(f"{name:<16}{value}" for name, value in lines.items()), "", _latencies(summary)])
 
 
 def _machine(report: dict) -> str:
@@ -98,12 +100,6 @@ def _drafts(config: dict) -> str:
     if config["simulated_acceptance"] is None:
         return drafts
     return f"{drafts} (each SIMULATED to be right with probability {config['simulated_acceptance']:g})"
-
-
-def _step_times(summary: dict) -> str:
-    if summary["step_time"] is None:
-        return ""
-    return f" of {1e3 * summary['step_time']:.2f} ms, {1e3 * summary['host_time']:.2f} ms of it the host's"
 
 
 def _latencies(summary: dict) -> str:

@@ -21,6 +21,7 @@ class Load:
         spread: standard deviation of the logarithms of both; 0 makes all lengths equal.
         shared_prefix: tokens of each of ``COMMON_PREFIXES`` prefixes; 0 for none.
         shared_share: share of requests with one of them before their own tokens, 0 to 1.
+        long_prompt: tokens of the prompt of one more request, which comes after all others; 0 for none.
         seed: of everything drawn. Prompts and lengths do not depend on the rate.
     """
 
@@ -31,6 +32,7 @@ class Load:
     spread: float = 0.5
     shared_prefix: int = 0
     shared_share: float = 0.5
+    long_prompt: int = 0
     seed: int = 0
 
     def __post_init__(self):
@@ -42,6 +44,7 @@ class Load:
             ("spread", 0 <= self.spread < math.inf, "at least 0 and finite"),
             ("shared_prefix", self.shared_prefix >= 0, "at least 0"),
             ("shared_share", 0 <= self.shared_share <= 1, "0 to 1"),
+            ("long_prompt", self.long_prompt >= 0, "at least 0"),
             ("seed", self.seed >= 0, "at least 0"),
         ):
             if not right:
@@ -80,6 +83,11 @@ def make_trace(load: Load, *, vocab_size: int, max_len: int) -> tuple[Request, .
             f"shared_prefix={load.shared_prefix}, prompt_tokens={load.prompt_tokens} and new_tokens={load.new_tokens} "
             f"are {load.mean_tokens} together, must be at most max_len={max_len}"
         )
+    if load.long_prompt + load.new_tokens > max_len:
+        raise ValueError(
+            f"long_prompt={load.long_prompt} and new_tokens={load.new_tokens} are {load.long_prompt + load.new_tokens} "
+            f"together, must be at most max_len={max_len}"
+        )
     # A generator for each, so that to change one leaves the others as they were.
     arriving, sizing, sharing, drawing = np.random.default_rng(load.seed).spawn(4)
     gaps = arriving.exponential(1 / load.rate, load.requests)
@@ -94,6 +102,9 @@ def make_trace(load: Load, *, vocab_size: int, max_len: int) -> tuple[Request, .
         prompt = [] if prefix is None else prefixes[prefix]
         prompt = (*prompt, *drawing.integers(vocab_size, size=own[i]).tolist())
         requests.append(Request(arrival, prompt, min(int(new[i]), max_len - len(prompt)), prefix))
+    if load.long_prompt:
+        prompt = tuple(drawing.integers(vocab_size, size=load.long_prompt).tolist())
+        requests.append(Request(requests[-1].arrival, prompt, load.new_tokens, None))
     return tuple(requests)
 
 

@@ -1,0 +1,197 @@
+"""``mla-attn bench host``: the engine's own work, with passes that do nothing in place of the model's."""
+
+import argparse
+import dataclasses
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from mla_attn.bench import output
+from mla_attn.bench.machine import machine
+from mla_attn.buckets import Buckets
+from mla_attn.engine import Engine, SamplingParams
+from mla_attn.models import random_model
+from mla_attn.passes import Passes
+
+PAGE_SIZE, PROMPT_TOKENS = 64, 512
+PROMPTS = (1024, 8192, 32768, 131072)
+WAITING = (0, 10, 100, 1000)
+RUNNING, BESIDE = (1, 64), 32
+_DECODED = 100  # steps that are timed where nothing but decoding happens
+_WAITER = 16384  # tokens of a request that waits
+_MOST_PROMPT = 1 << 22
+# A model of next to no size: nothing of it is computed.
+_TINY = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 256,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "n_routed_experts": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+class _Nothing(Buckets):
+    """Chooses and pads like any, and gives the same zeros at each call."""
+
+    def _lower(self, index, state, pool):
+        outputs, _ = jax.eval_shape(self._jitted, state, pool, self._rungs[index])
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), outputs)
+
+    def _compile(self, index, lowered):
+        self._programs[index] = lambda state, pool, inputs: (lowered, pool)
+        return self._programs[index]
+
+
+class _NoPasses(Passes):
+    buckets_class = _Nothing
+
+
+class HostEngine(Engine):
+    """An engine without a device's work: all tokens are 0, and a step takes the host's time alone."""
+
+    passes_class = _NoPasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Steps of one kind.
+
+    Attributes:
+        prompt: tokens of the prompt that is computed during them; 0 if requests decode alone.
+        running: requests that decode.
+        waiting: requests that wait for pages.
+        steps: that were timed.
+        mean, worst: milliseconds of this thread's processor time a step.
+    """
+
+    prompt: int
+    running: int
+    waiting: int
+    steps: int
+    mean: float
+    worst: float
+
+
+def measure(prompts: Sequence[int] = PROMPTS) -> Iterator[Row]:
+    """Rows as they are measured: prompts alone, then beside requests that decode, then requests that decode while
+    others wait for pages."""
+    for running in (0, BESIDE):
+        for prompt in prompts:
+            engine = _engine(running + 1, prompt + PAGE_SIZE)
+            _decode(engine, running, new=prompt)
+            engine.add_request(_tokens(prompt), SamplingParams(max_new_tokens=1))
+            yield Row(prompt, running, 0, *_time(engine, -(-prompt // PROMPT_TOKENS)))
+    waiter, params = _tokens(_WAITER), SamplingParams(max_new_tokens=1)
+    for running in RUNNING:
+        for count in WAITING:
+            # Not enough pages for a waiting one beside anybody who runs.
+            few = _WAITER // PAGE_SIZE + 1
+            engine = _engine(running + 1, _WAITER + PAGE_SIZE, num_pages=few, max_waiting=max(count, running))
+            _decode(engine, running, new=2 * _DECODED)
+            for _ in range(count):
+                engine.add_request(waiter, params)
+            yield Row(0, running, count, *_time(engine, _DECODED))
+
+
+def _engine(max_batch: int, max_len: int, *, num_pages: int | None = None, max_waiting: int = 64) -> HostEngine:
+    engine = HostEngine(
+        random_model(_TINY | {"max_position_embeddings": max_len}, dtype=jnp.bfloat16),
+        max_batch=max_batch,
+        num_pages=num_pages or max_batch * -(-max_len // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        max_len=max_len,
+        prompt_tokens=PROMPT_TOKENS,
+        max_waiting=max_waiting,
+    )
+    engine.warm_up(progress=False)
+    return engine
+
+
+def _decode(engine: HostEngine, running: int, *, new: int) -> None:
+    """Step until so many requests decode."""
+    for _ in range(running):
+        engine.add_request([0], SamplingParams(max_new_tokens=new))
+    while engine.statistics.waiting:
+        engine.step()
+    gc.collect()  # what is left of other engines, not while steps are timed
+
+
+def _time(engine: HostEngine, steps: int) -> tuple[int, float, float]:
+    """How many steps, and what they take on average and at most, in milliseconds."""
+    taken = []
+    for _ in range(steps):
+        begin = time.thread_time()
+        engine.step()
+        taken.append(1e3 * (time.thread_time() - begin))
+    return steps, statistics.mean(taken), max(taken)
+
+
+def _tokens(count: int) -> list[int]:
+    return np.random.default_rng(count).integers(_TINY["vocab_size"], size=count).tolist()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.description = "Time the engine's own work: steps whose passes do nothing, in this thread's processor time."
+    parser.set_defaults(run=main)
+    numbers = ",".join(map(str, PROMPTS))
+    parser.add_argument("--prompt-tokens", default=numbers, metavar="N,N", help=f"of prompts (default {numbers})")
+    output.add_arguments(parser, picture="host ms a step by prompt length")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print a table, or JSON. Exit status 0."""
+    try:
+        prompts = [int(part) for part in options.prompt_tokens.split(",")]
+    except ValueError:
+        prompts = [0]
+    if not all(1 <= prompt <= _MOST_PROMPT for prompt in prompts):
+        raise ValueError(
+            f"--prompt-tokens {options.prompt_tokens!r} must be integers from 1 to {_MOST_PROMPT}, with commas between"
+        )
+    output.check_files(options)
+    rows, head = [], machine()
+    tell = output.say if options.json == "-" else print
+    tell(f"{head['device']}, {head['date']}: host ms a step, passes replaced by nothing, prompts {PROMPT_TOKENS} "
+         "tokens a step\n\n  prompt decoding  waiting    steps     mean    worst")  # fmt: skip
+    for row in tqdm(measure(prompts), desc="measuring", disable=not sys.stderr.isatty(), leave=False):
+        rows.append(row)
+        tell(f"{row.prompt:8} {row.running:8} {row.waiting:8} {row.steps:8} {row.mean:8.3f} {row.worst:8.3f}")
+    report = {"machine": head, "steps": [dataclasses.asdict(row) for row in rows]}
+    output.save(report, options.json)
+    if options.json == "-":
+        print(json.dumps(report))
+    if options.plot:
+        plot(rows, f"{head['device']}, {head['date'][:10]}", options.plot)
+    return 0
+
+
+def plot(rows: Sequence[Row], title: str, path: str | pathlib.Path) -> None:
+    """Host ms a step against the length of a prompt, alone and beside requests that decode."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(8, 5), layout="constrained")).add_subplot(xscale="log")
+    for running in sorted({row.running for row in rows if row.prompt}):
+        points = [(row.prompt, row.mean) for row in rows if row.prompt and row.running == running]
+        axes.plot(*zip(*points, strict=True), "o-", label=f"beside {running} that decode" if running else "alone")
+    axes.set(xlabel="tokens of the prompt", ylabel="host ms a step", ylim=(0, None))
+    axes.legend()
+    axes.grid(visible=True, alpha=0.2)
+    axes.set_title(title)
+    figure.savefig(path, dpi=150)
