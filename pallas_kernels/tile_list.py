@@ -1,11 +1,11 @@
-"""Tiles of a grouped matrix product: which rows, of which group, a thread block multiplies at a time.
+"""The list of tiles of a grouped matmul: which rows, of which group, a thread block multiplies at a time.
 
-The rows of a group lie one after the other, and the groups too. A tile is ``tile_rows`` rows from a multiple of
-``ALIGNED`` on, for copies begin only there; those from ``begin`` to ``end`` are its group's. Rows after the last group
-are one more group, whose result is zero.
+Rows are sorted by group. TMA copies begin at multiples of ``ALIGNED`` rows only, so a tile is ``tile_rows`` rows from
+such a multiple on, of which those from ``begin`` to ``end`` are its group's. Rows after the last group are one more
+group, whose result is zero.
 
-Computed in JAX, with static shapes. Prefix sums are sums over pairs of groups: one small kernel each, and the same in
-all products of a program that share their sizes.
+The list is computed in JAX, on the device, with static shapes. Prefix sums are sums over pairs of groups: one small
+kernel each, where XLA's own take ten, and shared by all products of a program that have the same sizes.
 """
 
 import functools
@@ -14,27 +14,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-ALIGNED = 8  # rows
-RECORD = ("group", "first", "begin", "end")  # of a tile: its group, its first row, the rows that are its group's
-HEADER = 1  # the list begins with the number of tiles that there are
+ALIGNED = 8  # rows: copies begin at multiples of it
+RECORD = ("group", "first", "begin", "end")  # a tile: its group, its first row, first and end of its group's rows
+HEADER = 1  # the list begins with the number of its tiles
 
 
 def most_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """Tiles that any sizes may need."""
+    """The most tiles that any sizes of groups need."""
     groups = min(num_groups + 1, num_rows)  # with rows, the one after the last included
     return (num_rows + groups * (tile_rows + ALIGNED - 2)) // tile_rows
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "tile_rows"), inline=True)
 def tile_list(sizes: Int32[Array, "E"], *, num_rows: int, tile_rows: int) -> Int32[Array, "numbers"]:
-    """The list, flat: how many tiles there are, then ``most_tiles`` records of ``RECORD``, by group and row.
+    """Makes the list: int32 [1 + 4 * most_tiles], the number of tiles, then a ``RECORD`` for each, by group and row.
 
     Args:
-        sizes: rows of each group; negative ones count as 0, and rows beyond ``num_rows`` are nobody's.
+        sizes: rows of each group; negative ones count as 0, and rows beyond ``num_rows`` do not exist.
         num_rows: rows of all groups, at least 1.
-        tile_rows: of a tile; a multiple of ``ALIGNED``.
+        tile_rows: rows of a tile, a multiple of ``ALIGNED``.
     """
-    sizes, groups = jnp.clip(sizes, 0, num_rows), sizes.shape[0]  # or their sums overflow
+    sizes, groups = jnp.clip(sizes, 0, num_rows), sizes.shape[0]  # or sums of them could overflow
     before = jnp.tri(groups + 1, groups, k=-1, dtype=bool)
     starts = jnp.minimum(jnp.where(before, sizes[None], 0).sum(axis=1), num_rows)
     ends = jnp.append(starts[1:], num_rows).astype(jnp.int32)

@@ -1,23 +1,23 @@
-"""Tree masks as bits, the form in which the kernels read them."""
+"""Tree masks packed to bits, the form in which the kernels read them."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-BITS = 32  # keys of a word
+BITS = 32  # keys per word
 
 
 def tree_words(
     tree_mask: Bool[Array, "B S M"], request: Int[Array, "T"], row: Int[Array, "T"], *, heads: int, extra_rows: int
 ) -> Int32[Array, "words rows"]:
-    """Bit ``c % 32`` of ``words[c // 32, t * heads + h]`` is ``tree_mask[request[t], row[t], c]``, for every head h.
+    """Packs a mask: bit ``c % 32`` of ``words[c // 32, t * heads + h]`` is ``tree_mask[request[t], row[t], c]``.
 
     Args:
         tree_mask: which of the last M keys each row sees.
-        request: of each query token.
-        row: of each query token within its request.
-        heads: packed rows of a query token.
-        extra_rows: of zeros, after the last: kernels read whole row tiles.
+        request: request of each query token.
+        row: row of each query token within its request.
+        heads: packed rows of a query token, all with the same bits.
+        extra_rows: rows of zeros after the last: kernels read whole row tiles.
     """
     keys = tree_mask.shape[2]
     words = -(-keys // BITS)

@@ -1,4 +1,4 @@
-"""Work lists of split-KV kernels: which rows and which keys each thread block takes, so that all finish together.
+"""Work lists of the MLA kernels: which rows and which keys each thread block takes, so that all finish together.
 
 The rows of a request (query tokens times heads, packed) are cut into *row tiles* of at most ``tile_rows`` rows, its
 keys into *key tiles* of ``TILE`` keys. A row tile with too many keys for one thread block is divided into *KV splits*,
@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-TILE = 64  # keys
-TILE_ROWS = 64  # of a thread block, at most
-# What a thread block takes at a time: request, first packed row, first row within the request, rows, first key tile,
-# key tiles, where its partial result goes (-1: it writes the result), keys in the table, and the position of row 0,
-# counted from the table's first key.
+TILE = 64  # keys of a key tile
+TILE_ROWS = 64  # most rows of a row tile
+# An item, what a thread block takes at a time: request, first packed row, first row within the request, rows, first key
+# tile, key tiles, index of its partial result (-1: it writes the result itself), keys of the request, and the position
+# of the request's row 0, counted from the table's first key.
 ITEM = ("request", "row", "first", "rows", "tile", "tiles", "partial", "keys", "position")
-# A row tile to combine: first packed row, first partial result, KV splits, rows.
+# A row tile to combine: first packed row, index of its first partial result, KV splits, rows.
 COMBINED = ("row", "partial", "splits", "rows")
 
-HEADER = 2  # the list begins with the numbers of items and of row tiles to combine that there are
+HEADER = 2  # the list begins with the numbers of items and of row tiles to combine
 
-INVARIANT_TILES = 32  # key tiles of a KV split that never changes with the batch: 2048 keys
-_OVERHEAD = 3  # of an item, in key tiles: reading its queries, filling the pipeline, writing its result
+INVARIANT_TILES = 32  # key tiles of a KV split when the batch must have no influence: 2048 keys
+_OVERHEAD = 3  # cost of an item besides its keys, in key tiles: queries, filling the pipeline, writing the result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Plan:
         num_rows: packed rows, T * H.
         heads: query heads H.
         tile_rows: most rows of a row tile.
-        blocks: thread blocks, all of which the device runs at a time.
-        max_tiles: key tiles of the page table.
-        combine_all: every row tile goes through the combine, also one that is not split.
-        invariant: KV splits are cut at multiples of ``INVARIANT_TILES`` and nothing else.
+        blocks: thread blocks of a launch, all of which the device runs at once.
+        max_tiles: key tiles of a request's page table.
+        combine_all: whether row tiles that are not split go through the combine too.
+        invariant: whether KV splits are cut at multiples of ``INVARIANT_TILES`` and nowhere else.
     """
 
     num_requests: int
@@ -55,6 +55,7 @@ class Plan:
 
     @property
     def row_tiles(self) -> int:
+        """The most row tiles that any batch of these sizes has."""
         segments = min(2 * self.num_requests + 1, self.num_rows // self.heads)  # requests, and gaps between them
         return self.num_rows // self.tile_rows + (segments if self.heads % self.tile_rows else 0)
 
@@ -64,28 +65,31 @@ class Plan:
 
     @property
     def num_items(self) -> int:
+        """Records of ``ITEM`` in the list."""
         return self.row_tiles * self._most_splits if self.invariant else self.row_tiles + 2 * self.blocks
 
     @property
     def num_combined(self) -> int:
+        """Records of ``COMBINED`` in the list."""
         if self.combine_all or self.invariant:
             return self.row_tiles
         return min(self.row_tiles, 2 * self.blocks)
 
     @property
     def num_partials(self) -> int:
+        """Partial results that there is room for."""
         if self.invariant:
             return self.num_items
         return 4 * self.blocks + (self.row_tiles if self.combine_all else 0)
 
     @property
     def combined_at(self) -> int:
-        """Where the records of ``COMBINED`` begin in the list."""
+        """Index in the list of the first record of ``COMBINED``."""
         return HEADER + self.num_items * len(ITEM)
 
     @property
     def size(self) -> int:
-        """int32 numbers of the list."""
+        """Length of the list."""
         return self.combined_at + self.num_combined * len(COMBINED)
 
 
@@ -101,19 +105,28 @@ def work_list(
     causal: bool = True,
     kv_stride: int = 1,
 ) -> Int[Array, "size"]:
-    """The list, flat: the numbers of items and of row tiles to combine that there are, then ``num_items`` records of
-    ``ITEM``, then ``num_combined`` of ``COMBINED``.
+    """Makes the list, int32 [plan.size].
 
-    Thread block i takes the items i, 2 * blocks - 1 - i, 2 * blocks + i, ...: longest first, to and fro.
+    It holds the numbers of items and of row tiles to combine, then ``plan.num_items`` records of ``ITEM``, then
+    ``plan.num_combined`` of ``COMBINED``.
 
-    Whatever one request's numbers are, rows of the others are taken once: a request whose rows are out of range, or
+    Items are ordered longest first. Thread block i takes items i, 2 * blocks - 1 - i, 2 * blocks + i, ...
+
+    Whatever one request's numbers are, each row of the others is in one item: a request whose rows are out of range, or
     overlap those of one before it, owns none.
 
     Sorts and prefix sums are sums over pairs of requests: one small kernel each, where XLA's own take ten.
+
+    Args:
+        q_starts, q_lens, kv_lens, kv_offsets: fields of ``AttentionMetadata``.
+        plan: static sizes.
+        max_q_len: most query tokens of a request.
+        causal: whether rows see keys up to their own position only.
+        kv_stride: positions from one key index to the next.
     """
     segments = _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
     cuts = _cuts(segments, plan)
-    # Or XLA computes all of it again for every number of the list.
+    # Without a barrier XLA computes all of this again for every number of the list.
     segments, cuts, starts = jax.lax.optimization_barrier((segments, cuts, _starts(cuts)))
     header = jnp.stack([(cuts.row_tiles * cuts.splits).sum(), cuts.combined.sum()])
     items, combined = _items(segments, cuts, starts, plan, causal, kv_stride), _combined(segments, cuts, starts, plan)
@@ -123,27 +136,27 @@ def work_list(
 def sound_requests(
     q_starts: Int[Array, "B"], q_lens: Int[Array, "B"], *, num_tokens: int, max_q_len: int
 ) -> Bool[Array, "B"]:
-    """Whether a request has rows, all of them within ``[0, num_tokens)`` and after those of the requests before it."""
+    """Whether each request has rows, all within ``[0, num_tokens)`` and after those of the requests before it."""
     sound = (q_lens > 0) & (q_lens <= max_q_len) & (q_starts >= 0) & (q_starts <= num_tokens - q_lens)
     return sound & (q_starts >= _latest_before(jnp.where(sound, q_starts + q_lens, 0)))
 
 
 def _latest_before(ends):
-    """Of each request the largest of the numbers before its own, at least 0."""
+    """For each request the largest of the numbers before its own, at least 0."""
     return jnp.where(_earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """What lies before request 0's rows, those, what lies between them and request 1's, and so on to the last row.
+    """All rows of a call in segments: the gap before request 0's rows, those rows, the gap before request 1's, and on.
 
     Attributes:
-        request: whose rows they are; 0 for gaps.
+        request: request of the rows; 0 for gaps.
         token: first query token.
         tokens: query tokens.
-        keys: keys in the table; 0 for gaps.
-        position: of the first row, counted from the table's first key.
+        keys: keys of the request; 0 for gaps.
+        position: position of the first row, counted from the table's first key.
     """
 
     request: Int[Array, "segments"]
@@ -156,14 +169,14 @@ class Segments:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """How each segment is divided.
+    """How the rows and keys of each segment are divided.
 
     Attributes:
-        tiles: key tiles.
-        row_tiles: row tiles.
+        tiles: number of key tiles.
+        row_tiles: number of row tiles.
         splits: KV splits of each row tile.
         split_tiles: key tiles of a KV split.
-        combined: row tiles that are combined.
+        combined: number of row tiles that are combined.
     """
 
     tiles: Int[Array, "segments"]
@@ -176,7 +189,7 @@ class Cuts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Starts:
-    """Where each segment's items begin, longest first, its row tiles to combine, and their partial results."""
+    """Indices of each segment's first item (longest first), first row tile to combine, and first partial result."""
 
     item: Int[Array, "segments"]
     combined: Int[Array, "segments"]
@@ -207,6 +220,7 @@ def _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
 
 
 def _cuts(s: Segments, plan: Plan) -> Cuts:
+    """Divides each segment: KV splits of equal size, no larger than ``_most_split_tiles`` allows."""
     tiles, row_tiles = -(-s.keys // TILE), -(-s.tokens * plan.heads // plan.tile_rows)
     cap = jnp.int32(INVARIANT_TILES) if plan.invariant else _most_split_tiles(tiles, row_tiles, plan.blocks)
     splits = jnp.maximum(-(-tiles // cap), 1)
@@ -217,17 +231,18 @@ def _cuts(s: Segments, plan: Plan) -> Cuts:
 
 
 def _most_split_tiles(tiles, row_tiles, blocks):
-    """Most key tiles of a KV split: of a few candidates around a thread block's mean load, the one that ends first.
+    """The most key tiles of a KV split: of 13 candidates around a thread block's mean load, the one that ends first.
 
     The estimate is that of list scheduling, longest first: the mean load, and (k + 1) KV splits of the size of the
     (k * blocks + 1)-th, which share a thread block.
     """
     mean = jnp.maximum(-(-(tiles * row_tiles).sum() // blocks), 4)
-    cap = jnp.maximum(mean * (4 + jnp.arange(13, dtype=jnp.int32)) // 8, mean // 2 + 1)  # half of it to twice as much
+    # From half the mean to twice the mean.
+    cap = jnp.maximum(mean * (4 + jnp.arange(13, dtype=jnp.int32)) // 8, mean // 2 + 1)
     splits = jnp.maximum(-(-tiles[None] // cap[:, None]), 1)
     size = -(-tiles[None] // splits) + _OVERHEAD
     splits = splits * row_tiles[None]
-    # Partial results are written and read once more: about as long as a key tile for each.
+    # A partial result is written and read once more, which takes about as long as a key tile.
     load = (splits * size + jnp.where(size < tiles[None], splits, 0)).sum(axis=1)
     ends = load.astype(jnp.float32) / blocks
     as_large = jnp.where(size[:, None] >= size[:, :, None], splits[:, None], 0).sum(axis=2)
@@ -238,6 +253,7 @@ def _most_split_tiles(tiles, row_tiles, blocks):
 
 
 def _starts(cuts: Cuts) -> Starts:
+    """Indices as sums over pairs of segments; items of longer splits come first, of equals the earlier segment's."""
     work, ordinal = jnp.minimum(cuts.split_tiles, cuts.tiles), _earlier(cuts.tiles.shape[0])
     longer = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & ordinal)
 
@@ -252,14 +268,14 @@ def _starts(cuts: Cuts) -> Starts:
 
 
 def _items(s: Segments, cuts: Cuts, starts: Starts, plan: Plan, causal: bool, kv_stride: int):
-    """Of one segment, the row tiles of a KV split are side by side, for they read the same pages."""
+    """The records of ``ITEM``. Row tiles of one KV split of a segment are neighbours, for they read the same pages."""
     of, nth, live = _owner(starts.item, cuts.row_tiles * cuts.splits, plan.num_items)
     row_tiles = jnp.maximum(cuts.row_tiles[of], 1)
     split, row_tile = nth // row_tiles, nth % row_tiles
     first = row_tile * plan.tile_rows
     rows = jnp.where(live, jnp.clip(s.tokens[of] * plan.heads - first, 0, plan.tile_rows), 0)
     tiles = cuts.tiles[of]
-    if causal:  # up to what the row tile's last row sees
+    if causal:  # keys after those of the row tile's last row are not visible
         last = s.position[of] + (first + rows - 1) // plan.heads
         tiles = jnp.minimum(tiles, -(-_keys_before(last + 1, plan, kv_stride) // TILE))
     size = cuts.split_tiles[of]
@@ -280,6 +296,7 @@ def _items(s: Segments, cuts: Cuts, starts: Starts, plan: Plan, causal: bool, kv
 
 
 def _combined(s: Segments, cuts: Cuts, starts: Starts, plan: Plan):
+    """The records of ``COMBINED``."""
     of, row_tile, live = _owner(starts.combined, cuts.combined, plan.num_combined)
     first = row_tile * plan.tile_rows
     fields = {
@@ -292,17 +309,17 @@ def _combined(s: Segments, cuts: Cuts, starts: Starts, plan: Plan):
 
 
 def _keys_before(end, plan, kv_stride):
-    """Keys of the table at positions before ``end``, counted from its first key."""
+    """Number of keys at positions before ``end``, which counts from the table's first key."""
     return jnp.clip(-(-end // kv_stride), 0, plan.max_tiles * TILE)
 
 
 def _earlier(n):
-    """Bool [n, n]: whether the column comes before the row."""
+    """Bool [n, n]: whether the column's index is below the row's."""
     return jnp.tri(n, k=-1, dtype=bool)
 
 
 def _owner(start, count, total):
-    """Of each of ``total`` numbers: the segment whose range it is in, its number there, whether there is one."""
+    """For each of ``total`` numbers: the segment whose range holds it, its number there, and whether one does."""
     number = jnp.arange(total, dtype=jnp.int32)
     inside = (number[:, None] >= start[None]) & (number[:, None] < (start + count)[None])
     of = jnp.where(inside, jnp.arange(start.shape[0], dtype=jnp.int32)[None], 0).max(axis=1, initial=0)

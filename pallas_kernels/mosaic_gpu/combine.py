@@ -1,4 +1,4 @@
-"""Joins the partial results of KV splits, in place."""
+"""The kernel that joins the partial results of KV splits, in place (Flash-Decoding; arXiv:2205.14135, section 3.1)."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from mla_attn.pallas_kernels.work_list import COMBINED, Plan
 
-# KV splits whose loads are in flight at a time; of the last batch the fewest that do.
+# KV splits whose loads are in flight at a time; the last batch is the smallest of _TAILS that holds what is left.
 _BATCH, _TAILS = 16, (2, 4, 8, 16)
 _INVARIANT_BATCH = 4
 _NO_KEY = -1e30  # log2-sum-exp below which nothing counts
@@ -30,13 +30,14 @@ def combine(
     plan: Plan,
     interpret: Any = False,
 ) -> tuple[Float[Array, "rows R"], Float32[Array, "rows"]]:
-    """``(out, lse)`` with the combined rows filled in: ``sum_i 2**(lse_i - lse) out_i``, KV splits in key order.
+    """Fills in the rows of ``(out, lse)`` that are combined: ``sum_i 2**(lse_i - lse) out_i``, KV splits in key order.
 
     Args:
-        work: of ``work_list`` for ``plan``.
-        partial: normalised results of the KV splits; anything finite where a row sees no key of one.
-        partial_lse: their log2-sum-exp; -inf there.
-        out, lse: results, ``lse`` with the natural logarithm.
+        work: the list that ``work_list`` made for ``plan``.
+        partial: normalised outputs of the KV splits; anything finite where a row sees no key of its split.
+        partial_lse: log2-sum-exps of the KV splits; -inf where a row sees no key of its split.
+        out, lse: results of all rows, ``lse`` with the natural logarithm; rows that are not combined stay as they are.
+        plan: static sizes of the list.
         interpret: ``plgpu.InterpretGPUParams()`` runs it without a GPU.
     """
     body = _Body(plan, rank=out.shape[1], tile_rows=partial.shape[1])
@@ -46,7 +47,7 @@ def combine(
         out_type=(),
         grid=(body.blocks,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),  # nothing is shared
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),  # threads share nothing
         kernel_name="mla_combine",
         interpret=interpret,
     )(work, partial, partial_lse, out_ref, lse_ref)
@@ -56,30 +57,30 @@ def combine(
 
 
 class _Body:
-    """A thread block takes every ``blocks``-th *unit*: a part of the columns of a row."""
+    """Body of the kernel. A thread block takes every ``blocks``-th *unit*: a row, or half of a row's channels."""
 
     def __init__(self, plan: Plan, *, rank: int, tile_rows: int):
         self.plan, self.tile_rows = plan, tile_rows
-        self.blocks = (8 if plan.invariant else 4) * plan.blocks  # as many as a multiprocessor has registers for
+        self.blocks = (8 if plan.invariant else 4) * plan.blocks  # 4 or 8 a multiprocessor: what its registers hold
         self.parts = 2 if plan.num_rows < self.blocks and rank % 256 == 0 else 1  # few rows keep few blocks busy
         self.columns = rank // self.parts
         self.layout = plgpu.Layout.WG_STRIDED((self.columns,), vec_size=self.columns // 128)
 
     def __call__(self, work, partial, partial_lse, out, lse):
         self.work, self.partial, self.partial_lse, self.out, self.lse = work, partial, partial_lse, out, lse
-        # The first turn is taken in any case: its record is read beside the count, and not after it.
+        # A load takes hundreds of cycles, and the record's would wait for the count's: the first turn is always taken.
         first = lax.axis_index("block")
         units = lax.max(work[1] * (self.tile_rows * self.parts) - first, 0)
         turns = lax.max(lax.div(units + (self.blocks - 1), self.blocks), 1)
         lax.fori_loop(0, turns, self._turn, self._read(first))
 
     def _read(self, unit) -> tuple:
-        """The record of the row tile that a unit belongs to; its rows are 0 where there is none."""
+        """The record (``COMBINED``) of the row tile that a unit belongs to; it has 0 rows where there is none."""
         index = lax.min(lax.div(unit, self.tile_rows * self.parts), self.plan.num_combined - 1)
         return tuple(self.work[self.plan.combined_at + index * len(COMBINED) + n] for n in range(len(COMBINED)))
 
     def _turn(self, i, record):
-        """A unit, while the record of the next is on its way."""
+        """Joins one unit while the record of the next loads; returns that record."""
         unit = lax.axis_index("block") + i * self.blocks
         following = self._read(unit + self.blocks)
         tile = dict(zip(COMBINED, record, strict=True))
@@ -89,7 +90,7 @@ class _Body:
         return following
 
     def _join(self, tile, row, part) -> None:
-        """Writes one unit."""
+        """Computes and writes the channels of one unit."""
         columns = pl.ds(part * self.columns, self.columns)
         zeros = plgpu.layout_cast(jnp.zeros((self.columns,), jnp.float32), self.layout)
         acc, l, m = self._add_all(tile, row, columns, (zeros, jnp.float32(0), jnp.float32(_NO_KEY)))
@@ -117,7 +118,7 @@ class _Body:
         return carry
 
     def _add(self, tile, row, columns, carry, first, count, *, whole=False):
-        """Output, sum and maximum (log2) so far, with ``count`` more KV splits."""
+        """Adds ``count`` KV splits to the running output, sum and maximum (log2)."""
         acc, l, m = carry
         lses, values = self._load(tile, row, columns, first, count, whole=whole)
         higher = functools.reduce(lax.max, lses, m)
@@ -129,7 +130,7 @@ class _Body:
         return acc, l, higher
 
     def _load(self, tile, row, columns, first, count, *, whole):
-        """Log2-sum-exps and outputs of ``count`` KV splits.
+        """Loads log2-sum-exps and outputs of ``count`` KV splits.
 
         Unless ``whole``, indices past the last one repeat it with weight 0 (a log-sum-exp of -inf).
         """

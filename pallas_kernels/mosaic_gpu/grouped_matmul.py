@@ -1,14 +1,17 @@
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false, reportCallIssue=false, reportArgumentType=false
 # (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
-"""Rows of each group times the group's own matrix, as for the experts of a layer. For compute capability 9.0.
+"""The grouped matmul kernel: rows of each group times the group's own matrix (the experts of a layer).
+
+For compute capability 9.0.
 
 An output tile is a tile of rows (see ``tile_list``) times ``block_n`` columns of its group's matrix; a thread block
 takes every ``blocks``-th. The last warpgroup loads (TMA) into a buffer of ``stages`` stages, each ``BLOCK_K`` wide in
-K, and runs ahead into the next output tile; each of the others multiplies 64 rows, sums in registers. Output tiles side
-by side share rows, and tiles of rows side by side mostly the matrix: what one block reads others find in the L2.
+K, and runs ahead into the next output tile; each of the others multiplies 64 rows and keeps the sums in registers.
+Neighbouring output tiles share their rows, and neighbouring tiles of rows mostly their matrix: what one thread block
+reads others find in the L2.
 
-With few rows the bound is memory: every matrix that has rows is read once. Of a tile no more rows are copied than it
-has, up to a power of 2; what else lies in their stage ends in rows that are not written, each in its own.
+With few rows memory is the bound: every matrix that has rows is read once. A tile's rows are copied up to the next
+power of 2; the rows beyond its own give products that are not written.
 
 Roofline, 64 groups, 2048 x 1408: 369 MB, 83 us at 4.46 TB/s; from some 12000 rows on products take longer.
 """
@@ -27,19 +30,19 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import TILED, store_rows
 from mla_attn.pallas_kernels.tile_list import ALIGNED, HEADER, RECORD, most_tiles
 
-BLOCK_K = 64  # of K at a time: a row of it is what a swizzle of 128 bytes spans
-WARPGROUP_ROWS = 64  # M of wgmma
-SHARED_BYTES = 225 * 1024  # of a thread block for the buffer, 2 KB less than there are
+BLOCK_K = 64  # columns of K per stage: 128 bytes of bfloat16, the span of the swizzle
+WARPGROUP_ROWS = 64  # rows per warpgroup: M of wgmma is 64
+SHARED_BYTES = 225 * 1024  # of a thread block's 227 KiB; the rest is for barriers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel runs; results are the same.
+    """Tile sizes of a launch; results do not depend on them.
 
     Attributes:
-        tile_rows: of a tile: 64 or 128, a warpgroup for every 64.
+        tile_rows: rows of a tile, 64 or 128: one warpgroup for every 64.
         block_n: columns of an output tile: 64, 128 or 256.
-        stages: of the buffer; 0: as many as fit, up to 12.
+        stages: stages of the shared-memory buffer; 0 for as many as fit, up to 12.
 
     Raises:
         ValueError: another number, or a buffer that does not fit.
@@ -71,13 +74,13 @@ def grouped_matmul(
     blocks: int,
     interpret: Any = False,
 ) -> Float32[Array, "M N"]:
-    """``rows[i] @ weights[e]`` for each row i of group e; zeros for rows of none.
+    """Computes ``rows[i] @ weights[e]`` for each row i of group e; zeros for rows of no group.
 
     Args:
-        rows: by group; M is at least 1, K a multiple of ``BLOCK_K``.
-        weights: N is a multiple of 64, at least ``config.block_n``.
-        tiles: of ``tile_list`` for M rows and ``config.tile_rows``.
-        config: how.
+        rows: rows sorted by group; M is at least 1, K a multiple of ``BLOCK_K``.
+        weights: a matrix for each group; N is a multiple of 64, at least ``config.block_n``.
+        tiles: the list that ``tile_list`` made for M rows and ``config.tile_rows``.
+        config: tile sizes.
         blocks: thread blocks, one for each multiprocessor.
         interpret: ``plgpu.InterpretGPUParams()`` runs it without a GPU.
     """
@@ -92,20 +95,22 @@ def grouped_matmul(
         num_threads=body.consumers + 1,
         thread_name="warpgroup",
         scratch_types=body.scratch(),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # the buffer's are all it needs
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # those of the buffer suffice
         kernel_name="grouped_matmul",
         interpret=interpret,
     )(padded, weights, tiles)
 
 
 def _copied_rows(num_rows: int, tile_rows: int) -> int:
-    """Rows that there must be for copies of a power of 2 from ``ALIGNED`` on, where fewer than a tile for its last."""
+    """Rows that the input is padded to, so that the copies of ``_load_rows`` stay inside it."""
     if num_rows >= tile_rows:
         return -(-num_rows // ALIGNED) * ALIGNED
     return max(1 << (num_rows - 1).bit_length(), ALIGNED)
 
 
 class _Body:
+    """Body of the kernel; Pallas calls an instance with the refs, which are kept as attributes while it is traced."""
+
     def __init__(self, config: Config, blocks: int, num_rows: int, shape: tuple[int, int, int]):
         self.config, self.blocks = config, blocks
         self.groups, depth, self.width = shape
@@ -130,8 +135,8 @@ class _Body:
         turns = lax.div(lax.max(tiles[0] * self.parts - self.block, 0) + (self.blocks - 1), self.blocks)
 
         def run(role, registers):
-            """All output tiles; how many steps they took."""
-            if self.consumers > 1:  # two warpgroups may have what registers they want
+            """Runs a role over all output tiles of this thread block; returns how many steps they took."""
+            if self.consumers > 1:  # with 128 threads less, registers are not scarce
                 plgpu.set_max_registers(registers, action="decrease" if registers < 128 else "increase")
             # Carried: the output tile's record, and how many steps went through the buffer before it.
             return lax.fori_loop(0, turns, role, (self._read(0), jnp.int32(0)))[1]
@@ -139,8 +144,9 @@ class _Body:
         @pl.when(warpgroup == self.consumers)
         def _():
             steps = run(self._load, 40)
+            # No barrier may be left with an arrival that nobody waited for.
             first = lax.max(steps - self.config.stages, 0)
-            lax.fori_loop(first, steps, lambda step, _: self._wait_for_release(step), None)  # no phase is left unseen
+            lax.fori_loop(first, steps, lambda step, _: self._wait_for_release(step), None)
 
         for number in range(self.consumers):
 
@@ -149,14 +155,14 @@ class _Body:
                 run(functools.partial(self._multiply, number), 232)
 
     def _read(self, turn) -> tuple:
-        """The record of this block's output tile, and its first column; of some other one if there is none."""
+        """Record and first column of this block's output tile of a turn; those of another tile where there is none."""
         index = lax.min(self.block + turn * self.blocks, self.most * self.parts - 1)
         tile, part = lax.div(index, self.parts), lax.rem(index, self.parts)
         record = (self.tiles[HEADER + tile * len(RECORD) + n] for n in range(len(RECORD)))
         return *record, part * self.config.block_n
 
     def _steps(self, group):
-        """None for rows that are in no group."""
+        """Steps over K of a group's output tiles; 0 for rows that are in no group."""
         return jnp.where(group < self.groups, self.steps, 0)
 
     def _stage(self, step):
@@ -182,7 +188,7 @@ class _Body:
         return following, before + steps
 
     def _load_rows(self, first, count, depth, at) -> None:
-        """Copies the tile's ``count`` rows.
+        """Copies the tile's ``count`` rows into stage ``at``.
 
         TMA boxes are static, but how many rows a tile has is known at run time only. So there is one copy for each
         power of 2 (8, 16, ... up to the tile), and the smallest that holds ``count`` rows is issued; the rows it copies
@@ -211,7 +217,7 @@ class _Body:
                 at = self._stage(before + k)
                 plgpu.barrier_wait(self.full.at[at])
                 plgpu.wgmma(sums, self.rows_buffer.at[at, own], self.weights_buffer.at[at])
-                plgpu.wgmma_wait(1)  # for the step before
+                plgpu.wgmma_wait(1)  # the step before is done: its stage can be released
                 pl.when(k > 0)(lambda: self._release(before + k - 1))
 
             lax.fori_loop(0, steps, step, None)
@@ -239,7 +245,7 @@ class _Body:
         return following, before + steps
 
     def _wait_for_release(self, step) -> None:
-        """Until all who multiply what the stage of ``step`` held before have released it."""
+        """Waits until every consumer has released what the stage of ``step`` held before."""
         plgpu.barrier_wait(self.empty.at[self._stage(step)])
 
     def _release(self, step) -> None:

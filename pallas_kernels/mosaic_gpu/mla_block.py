@@ -1,6 +1,6 @@
 # pyright: reportAbstractUsage=false
 # (JAX's annotations of its own transforms.)
-"""A thread block of either MLA kernel: its items, the tiles of their keys, and which keys a row sees."""
+"""What the two MLA kernels share: a thread block's items, the loads of their key tiles, and which keys a row sees."""
 
 import dataclasses
 import functools
@@ -17,28 +17,28 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     TILED,
     fence_proxy,
     gather_rows,
-    rows_of_slots,
+    rows_of_keys,
     wait_for_gathers,
 )
 from mla_attn.pallas_kernels.work_list import HEADER, ITEM, TILE, Plan
 
-STORE_ROWS = 8  # rows are written by so many, and come in multiples of it
+STORE_ROWS = 8  # rows of one store: every item has a multiple of it
 START, MASKED = -1e30, -1e33  # the running maximum (log2) of a row that has seen no key; a masked score
 PARTS = ("left", "right", "rope")  # of a key tile: either half of the value channels, and the rope part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """Static facts of a call.
+    """Static facts of a call of either kernel.
 
     Attributes:
-        heads: packed rows of a query token.
+        heads: packed rows of a query token: query heads, padded.
         scale: softmax scale.
         max_q_len: most query tokens of a request.
-        num_pages, page_stride, layer_stride, rope_offset: as in a pool.
+        num_pages, page_stride, layer_stride, rope_offset: as in ``LatentPool``.
         causal: rows see keys up to their own position.
-        kv_stride: positions from a key of the table to the next.
-        tree_keys: M of a tree mask; 0 without one.
+        kv_stride: positions from one key index to the next.
+        tree_keys: columns M of the tree mask; 0 without one.
     """
 
     heads: int
@@ -59,22 +59,24 @@ class Block:
     Pallas calls an instance with the global- and shared-memory refs; they are kept as attributes while the kernel is
     traced.
 
-    Key tiles go through a two-stage buffer in shared memory, in three parts with barriers of their own.
+    Key tiles go through a two-stage buffer in shared memory, in three parts (left, right, rope), each with barriers of
+    its own, so that a part can be used or refilled before the others.
     """
 
-    rows_axis: int  # of scores: 0 where they are rows times keys, 1 where they are keys times rows
+    rows_axis: int  # axis of the scores that holds rows: 0, or 1 where the products are transposed
     rope_readers: int = 1  # warpgroups that release a rope buffer
-    reduction_bytes: int = 0  # of shared memory, for Pallas to reduce across warps
+    reduction_bytes: int = 0  # shared memory in which Pallas reduces across warps
 
     def __init__(self, call: Call, plan: Plan, *, rank: int, rope: int, page: int):
         self.call, self.plan = call, plan
         self.rank, self.rope, self.page = rank, rope, page
         self.half = rank // 2
-        self.copied = math.gcd(page, TILE)  # keys of one copy: they lie in one page, and in one tile
-        self.gathers = self.copied % 8 != 0  # less than the swizzle's 8 rows: the warpgroup copies row by row
+        self.copied = math.gcd(page, TILE)  # keys of one TMA copy: they lie in one page, and in one tile
+        self.gathers = self.copied % 8 != 0  # TMA swizzles 8 rows at a time; smaller runs are copied row by row
         self.log2_scale = call.scale * math.log2(math.e)
 
     def scratch(self) -> dict:
+        """Shared memory and barriers of a thread block, by the name under which ``smem`` holds them."""
         raise NotImplementedError
 
     def __call__(self, *refs, **smem) -> None:
@@ -83,7 +85,7 @@ class Block:
     # Shared memory
 
     def buffer(self) -> dict:
-        """Key tiles, and barriers of their parts."""
+        """The two stages of key tiles, and the barriers of their parts."""
         copies = 1 if self.gathers else TILE // self.copied
 
         def tiles(channels):
@@ -95,15 +97,16 @@ class Block:
         return {
             "left": tiles(self.half),
             "right": tiles(self.half),
-            "rope": tiles(max(self.rope, TILE)),  # the rope part, then probabilities, then results of mla_decode
+            "rope": tiles(max(self.rope, TILE)),  # rope part, reused for P, then for output of mla_decode
             "full": {part: barriers(copies if part != "rope" or self.rope else 1) for part in PARTS},
             "empty": {part: barriers(self.rope_readers if part == "rope" else 1) for part in PARTS},
         }
 
     def queries(self) -> dict:
+        """The queries of an item, and their barriers."""
         rows = self.plan.tile_rows
         return {
-            "queries": plgpu.SMEM((2, rows, self.half), jnp.bfloat16, transforms=TILED),  # channels of left and right
+            "queries": plgpu.SMEM((2, rows, self.half), jnp.bfloat16, transforms=TILED),  # left, right
             "queries_rope": plgpu.SMEM((1, rows, max(self.rope, 64)), jnp.bfloat16, transforms=TILED),
             "full_q": plgpu.Barrier(num_arrivals=3 if self.rope else 2),
             "empty_q": plgpu.Barrier(num_arrivals=2),
@@ -112,6 +115,7 @@ class Block:
     # Items
 
     def start(self, q_latent, q_rope, pages, page_table, layer, work, tree, out, lse, partial, partial_lse, **smem):
+        """Keeps the references, and counts the items of this thread block."""
         self.gmem_q = (q_latent, q_rope)
         self.pages, self.page_table, self.layer, self.tree_words = pages, page_table, layer, tree
         self.out, self.lse, self.partial, self.partial_lse = out, lse, partial, partial_lse
@@ -122,20 +126,20 @@ class Block:
         self.rounds = full + (self._number_in_round(full) < rest).astype(jnp.int32)
 
     def _number_in_round(self, turn):
-        """Of this block: they go to and fro."""
+        """Number of this block's item within a round: even rounds ascend over the blocks, odd rounds descend."""
         return jnp.where(lax.rem(turn, 2) == 0, self.block, self.plan.blocks - 1 - self.block)
 
     def read_item(self, turn) -> tuple:
-        """This block's item of a round; one of another block if there is none."""
+        """The record (``ITEM``) of this block's item of a round; another block's where there is none."""
         index = lax.min(turn * self.plan.blocks + self._number_in_round(turn), self.plan.num_items - 1)
         return tuple(self.work[HEADER + index * len(ITEM) + n] for n in range(len(ITEM)))
 
     def take_item(self, fields: tuple) -> None:
-        """``hidden``: the first key that some of its rows do not see."""
+        """Keeps an item's fields, and ``hidden``, the first key that some of its rows do not see."""
         call, item = self.call, dict(zip(ITEM, fields, strict=True))
         self.item, self.hidden = item, item["keys"]
         self.first_row = pl.multiple_of(item["row"], STORE_ROWS)
-        self.token = lax.div(item["first"], call.heads)  # of the first row
+        self.token = lax.div(item["first"], call.heads)  # query token of the first row
         if call.causal:
             position = item["position"] + self.token
             self.hidden = lax.min(self.hidden, _keys_up_to(position, call.kv_stride))
@@ -146,7 +150,8 @@ class Block:
     # Loads
 
     def load_queries(self) -> None:
-        rows, full = pl.ds(self.first_row, self.plan.tile_rows), self.smem["full_q"]  # past the last: zeros, unused
+        """Starts copying the item's queries; rows past the last one of the call are zeros."""
+        rows, full = pl.ds(self.first_row, self.plan.tile_rows), self.smem["full_q"]
         for n in range(2):
             columns = pl.ds(n * self.half, self.half)
             plgpu.copy_gmem_to_smem(self.gmem_q[0].at[rows, columns], self.smem["queries"].at[n], full)
@@ -154,11 +159,12 @@ class Block:
             plgpu.copy_gmem_to_smem(self.gmem_q[1].at[rows], self.smem["queries_rope"].at[0], full)
 
     def load(self, tiles, order, *, reused) -> None:
-        """Copies parts of tiles into the buffer, each as soon as its stage is released, if that was in use.
+        """Copies parts of key tiles into the buffer, each as soon as its stage has been released.
 
         Args:
-            tiles: (stage, tile of the item) of each.
-            order: (which of ``tiles``, part) of each copy. An order in which the parts are used, and released.
+            tiles: (stage, number of the tile in the item) of each tile.
+            order: (which of ``tiles``, part) of each copy, in the order in which the parts are used and released.
+            reused: whether the stages were in use before, so that a release must be waited for.
         """
         find = self._rows if self.gathers else self._copies
         sources: list = [find(self._clamped(j)) for _, j in tiles]
@@ -178,12 +184,12 @@ class Block:
         self._arrived(pending, in_flight=0)
 
     def _clamped(self, j):
-        """Tile ``j`` of the item, counted in the table; past the item's end its last, whose scores will be masked."""
+        """Number in the request of the item's tile ``j``; past the item's end its last, whose scores will be masked."""
         return self.item["tile"] + lax.max(lax.min(j, self.item["tiles"] - 1), 0)
 
     def _rows(self, tile):
-        """What ``gather_rows`` takes."""
-        return rows_of_slots(
+        """Where the keys of a tile lie, as ``gather_rows`` takes it."""
+        return rows_of_keys(
             self.page_table.at[self.item["request"]],
             tile * TILE,
             self.layer[0] * self.call.layer_stride,
@@ -194,7 +200,7 @@ class Block:
         )
 
     def _copies(self, tile) -> list:
-        """(physical page, first row in it) of each copy."""
+        """(physical page, first row in it) of each TMA copy of a tile."""
         call, copies = self.call, []
         for n in range(TILE // self.copied):
             if self.page == TILE:
@@ -208,17 +214,19 @@ class Block:
         return copies
 
     def _channels(self, part: str):
+        """The elements of a pool's row that a part holds."""
         rope = (self.call.rope_offset, self.rope)
         return pl.ds(*{"left": (0, self.half), "right": (self.half, self.half), "rope": rope}[part])
 
     def _copy(self, copies, part: str, to, full) -> None:
+        """Starts the TMA copies of one part of a tile."""
         for n, (page, row) in enumerate(copies):
             rows = slice(None) if self.page == TILE else pl.ds(row, self.copied)
             target = to if self.copied == TILE else to.at[pl.ds(n * self.copied, self.copied)]
             plgpu.copy_gmem_to_smem(self.pages.at[page, rows, self._channels(part)], target, full)
 
     def _arrived(self, full, *, in_flight: int) -> None:
-        """Tells of a gather, once all but the last ``in_flight`` are done."""
+        """Arrives at the barrier of a gather once all but the last ``in_flight`` gathers are done."""
         if full is not None:
             wait_for_gathers(in_flight)
             fence_proxy()
@@ -227,7 +235,7 @@ class Block:
     # What the consumers share
 
     def masked(self, scores, j):
-        """Scores of tile ``j`` of the item, those of keys that a row does not see replaced."""
+        """Scores of tile ``j`` of the item, with ``MASKED`` for keys that a row does not see."""
         call, item, shape, rows = self.call, self.item, scores.shape, self.rows_axis
         key0 = (item["tile"] + j) * TILE
 
@@ -248,7 +256,7 @@ class Block:
         return lax.cond((key0 + TILE > self.hidden) | (j >= item["tiles"]), mask, lambda scores: scores, scores)
 
     def _in_tree(self, at):
-        """Whether the tree mask lets each row see the key at each position, counted from the table's first key."""
+        """Which keys the tree mask lets each row see; positions ``at`` count from the table's first key."""
         call = self.call
         rows, layout = pl.ds(self.first_row, self.plan.tile_rows), ACC.reduce(1 - self.rows_axis)
         c = at - (self.item["position"] - (call.tree_keys - call.max_q_len))
@@ -260,11 +268,11 @@ class Block:
         return seen
 
     def spread(self, rows, shape):
-        """A number for each row, for all of its keys or channels."""
+        """Broadcasts a number for each row over its keys or channels."""
         return lax.broadcast_in_dim(rows, shape, [self.rows_axis])
 
     def drop_unused(self, part: str, stage, j) -> None:
-        """Zeros for what tile ``j`` holds past the last key: 0 * NaN is NaN."""
+        """Zeroes what tile ``j`` holds past the last key: its probability is 0, but 0 * NaN is NaN."""
         valid = self.item["keys"] - (self.item["tile"] + j) * TILE
 
         @pl.when(valid < TILE)
@@ -277,7 +285,7 @@ class Block:
             plgpu.commit_smem()
 
     def store(self, staged, to, *columns) -> None:
-        """The item's rows, from shared to global memory, when what was written there is to be seen by copies."""
+        """Starts copying the item's rows from shared to global memory; the caller has committed what it wrote there."""
         rows = self.plan.tile_rows
 
         def copy(first, count):
@@ -292,12 +300,13 @@ class Block:
 
 
 def attend(body: Block, arrays, *, kernel_name: str, warpgroups: int):
-    """Runs a kernel in every thread block; ``(out, lse)`` and partial results, as ``mla_decode`` returns them.
+    """Launches a kernel, a thread block for each of ``plan.blocks``; returns what ``mla_decode`` returns.
 
     Args:
-        body: called with references to ``arrays`` and to what it returns.
+        body: called with references to ``arrays`` and to the results.
         arrays: queries, their rope part, pages, page table, layer, work, tree; None for what is not there.
-        warpgroups: of a thread block.
+        kernel_name: shown in profiles.
+        warpgroups: warpgroups of a thread block.
     """
     plan, rows = body.plan, arrays[0].shape[0]
     X, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
@@ -314,7 +323,7 @@ def attend(body: Block, arrays, *, kernel_name: str, warpgroups: int):
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=body.scratch(),
-        # Each role waits for what it takes from the others.
+        # No automatic barriers: each role waits for what it takes from the others.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=body.reduction_bytes, unsafe_no_auto_barriers=True
         ),
@@ -325,10 +334,14 @@ def attend(body: Block, arrays, *, kernel_name: str, warpgroups: int):
 
 
 def opaque_zero():
-    """Descriptors of operands indexed by it are made where they are used, not hoisted out of the loop and spilled."""
+    """A zero that the compiler cannot fold.
+
+    LLVM hoists loop-invariant descriptors of wgmma operands out of the loop, and they spill. Indexed by this zero,
+    operands are not invariant, and their descriptors are made where they are used.
+    """
     return lax.optimization_barrier(jnp.int32(0))
 
 
 def _keys_up_to(position, stride: int):
-    """Keys of the table up to ``position``, counted from its first key's; 0 or less: none."""
+    """Number of keys up to ``position``, which counts from the first key's; 0 or less for none."""
     return lax.div(position + stride, stride)

@@ -1,12 +1,12 @@
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
 # (JAX's annotations of its own plgpu.ACC and transforms.)
-"""Absorbed MLA over a paged bf16 cache: decode, verify, draft-extend, trees. For compute capability 9.0.
+"""The compute-bound MLA kernel: absorbed attention over a paged bfloat16 cache. For compute capability 9.0.
 
-A thread block takes its items of the work list one after the other: 64 rows (query tokens times heads) and some tiles
-of 64 keys. Three warpgroups: the last one loads (TMA), and runs ahead into the next item; the other two own one half of
-the value channels each. Tiles come in pairs. Of tile 0 the scores S and the softmax are warpgroup 0's, of tile 1
-warpgroup 1's; each needs the other's probabilities P too, which cross through the rope part of the tile they belong to,
-which is dead by then:
+It runs decode, verify, draft-extend and trees. A thread block takes its items of the work list one after the other: 64
+rows (query tokens times heads) and some tiles of 64 keys. Three warpgroups: the last one loads (TMA), and runs ahead
+into the next item; the other two own one half of the value channels each. Tiles come in pairs: warpgroup 0 computes the
+scores S and the softmax of tile 0, warpgroup 1 those of tile 1. Each needs the other's probabilities P too, which cross
+through the rope buffer of their tile, whose keys have been used by then:
 
     warpgroup 0                                      warpgroup 1
     m0 = max(m, S0)              --- m0 --->
@@ -16,7 +16,7 @@ which is dead by then:
     O = O exp(m0 - m1) + P1 V1   <-- P1 ----         O = O exp(m0 - m1) + P1 V1  (registers)
     S0 = Q K0 of the next pair                       S1 = Q K1 of the next pair
 
-So warpgroup 1 runs about a third of a pair behind, and either one's softmax takes place beside products of the other.
+So warpgroup 1 runs about a third of a pair behind, and the softmax of each overlaps products of the other.
 Each buffer is released as soon as its last product is issued, so that the loader refills it during the products of the
 other tile. The query buffer is released before an item's last pair of tiles; the output is staged through the rope
 buffers, 64 channels at a time, while the next item's queries load.
@@ -24,7 +24,7 @@ buffers, 64 channels at a time, while the next item's queries load.
 The running maximum stays as it is while it grows by less than ``rescale_threshold`` (in log2), so that most rescaling
 is skipped: the sums cancel it exactly, and P stays below 2**rescale_threshold.
 
-Shared memory: queries, two tiles, statistics.
+Shared memory: queries, two tiles, statistics; counted in ../README.md.
 
 Roofline: a key takes 2 * (2 R + E) FLOP a row and 2 * (R + E) bytes. At 790 TFLOP/s and 4.46 TB/s, 128 requests of 4096
 keys with 128 rows each take 185 us of products and 135 us of reads.
@@ -45,7 +45,7 @@ from mla_attn.pallas_kernels.mosaic_gpu.mla_block import START, Block, Call, att
 from mla_attn.pallas_kernels.mosaic_gpu.primitives import ROW, fence_proxy, scale_rows, sync_warpgroup, zeros
 from mla_attn.pallas_kernels.work_list import TILE, TILE_ROWS, Plan
 
-BLOCK_ROWS = TILE_ROWS  # of a thread block: M of wgmma
+BLOCK_ROWS = TILE_ROWS  # rows of a thread block: M of wgmma is 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,20 +82,23 @@ def mla_decode(
     Float32[Array, "partials tile_rows R"],
     Float32[Array, "partials tile_rows"],
 ]:
-    """``(out, lse)``, ``lse`` a natural log, and partial results with their log2-sum-exp for what the combine joins.
+    """Attends, and returns ``(out, lse)`` and the partial results that ``combine`` joins.
+
+    ``lse`` is a natural logarithm, that of partial results a binary one. Rows of partial results are not written in
+    ``out`` and ``lse``.
 
     Args:
-        q_latent: packed rows (token, head).
-        q_rope: their rope part; None where E is 0.
+        q_latent: latent part of the queries, packed rows (token, head).
+        q_rope: rope part of the queries; None where E is 0.
         pages: the pool, all layers, pages of any size; in a row the latent part, and from ``call.rope_offset`` on the
             rope part.
         page_table: ids within a layer; whatever they are, nothing outside ``pages`` is read.
         layer: layer of the pool.
-        work: of ``work_list`` for ``plan``.
+        work: the list that ``work_list`` made for ``plan``.
         tree: bit c % 32 of ``tree[c // 32, row]`` says whether the row sees key c of ``call.tree_keys``, as in a tree
             mask; ``plan.tile_rows`` rows of anything follow the last. None without a tree.
-        call: what scores are made of, and where pages lie.
-        plan: that ``work`` was made for.
+        call: how scores are formed, and where pages lie.
+        plan: static sizes of ``work``.
         config: how the kernel runs.
 
     Raises:
@@ -109,11 +112,13 @@ def mla_decode(
     return attend(body, arrays, kernel_name="mla_decode", warpgroups=3)
 
 
-# (tile, part) of a pair in the order of their copies: as each tile's scores take them. NOTES.md tells of other orders.
+# Order of the copies of a pair, (tile, part): that in which the scores of each tile use them. Other orders: NOTES.md.
 _ORDER = ((0, "left"), (0, "right"), (0, "rope"), (1, "right"), (1, "left"), (1, "rope"))
 
 
 class _Body(Block):
+    """A loading warpgroup and two consumers."""
+
     rows_axis = 0
 
     def __init__(self, call: Call, plan: Plan, config: Config, **sizes):
@@ -125,7 +130,7 @@ class _Body(Block):
         return {
             **self.queries(),
             **self.buffer(),
-            "stats": plgpu.SMEM((4, BLOCK_ROWS), jnp.float32),  # the maxima, then the sums, of either warpgroup
+            "stats": plgpu.SMEM((4, BLOCK_ROWS), jnp.float32),  # maxima, then sums, of both warpgroups
             "max_ready": two,
             "p_ready": two,
             "sums_ready": plgpu.Barrier(num_arrivals=2),
@@ -152,7 +157,7 @@ class _Body(Block):
         self.pairs = lax.max(lax.div(self.item["tiles"] + 1, 2), 1)
 
     def _load(self, turn, fields):
-        """One item; returns the fields of the next. Its queries come once the item before has made its last scores."""
+        """Loads one item; returns the fields of the next. Queries wait for the last scores of the item before."""
         self.take_item(fields)
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(self.smem["empty_q"]))
         self.load_queries()
@@ -161,31 +166,31 @@ class _Body(Block):
         def _(t):
             self.load([(0, 2 * t), (1, 2 * t + 1)], _ORDER, reused=(turn > 0) | (t > 0))
 
-        return self.read_item(turn + 1)  # while the last pair is on its way
+        return self.read_item(turn + 1)  # loads while the last pair does
 
 
 class _Consumer:
-    """What both warpgroups with value channels do alike.
+    """What both consumer warpgroups do alike.
 
     A row's sum is kept in two parts: each warpgroup adds up the probabilities of its own tiles, and ``_finish`` joins
-    them. With one query token and no tree, keys that a row must not see are in the last pair alone, so that only that
-    one is masked.
+    them. With one query token and no tree, only the last pair holds keys that are not visible, and only it is masked.
 
-    A half of a tile is read as keys by the tile's warpgroup, then as values by the half's. The latter alone releases
-    it, and before clears it of unused rows: it has waited for what the tile's warpgroup made of the keys.
+    A half of a tile is read as keys by the tile's warpgroup, then as values by the half's warpgroup. Only the latter
+    zeroes its unused rows and releases it: it has waited for P, which the tile's warpgroup made of the keys.
     """
 
-    number: int  # of the warpgroup, and of its tile in a pair
-    order: tuple[str, ...]  # in which the parts of its tile arrive
+    number: int  # number of the warpgroup, and of its tile in a pair
+    order: tuple[str, ...]  # order in which the parts of its tile arrive
 
     def __init__(self, body: _Body):
         self.body, self.call, self.config = body, body.call, body.config
 
     def step(self, t, carry, *, last: bool):
+        """Softmax and value products of pair ``t``, and the scores of the next pair unless this is the last."""
         raise NotImplementedError
 
     def run(self, turn, fields):
-        """One item; returns the fields of the next."""
+        """Computes one item; returns the fields of the next."""
         body, self.smem = self.body, self.body.smem
         body.take_item(fields)
         plgpu.barrier_wait(self.smem["full_q"])
@@ -201,13 +206,13 @@ class _Consumer:
         carry = lax.fori_loop(0, body.pairs - 1, lambda t, c: self.step(t, c, last=False), carry)
         plgpu.barrier_arrive(self.smem["empty_q"])
         o, m, sums = self.step(body.pairs - 1, carry, last=True)
-        following = body.read_item(turn + 1)  # on its way while this item ends
+        following = body.read_item(turn + 1)  # loads while this item ends
         self._finish(o, m, sums)
-        self.release("rope", 1 - self.number)  # not released in the last pair: results are staged in it
+        self.release("rope", 1 - self.number)  # only now: the output was staged in it
         return following
 
     def run_products(self, products, carry, *, last: bool):
-        """Runs ``products(o, scores, m, sums)`` on references; the last pair of an item makes no scores."""
+        """Runs ``products(o, scores, m, sums)`` on references; ``scores`` is None in an item's last pair."""
         o, scores, m, sums = carry
         if last:
             return pl.run_state(lambda r: products(r[0], None, *r[1:]))((plgpu.ACC.init(o), m, sums))
@@ -216,17 +221,18 @@ class _Consumer:
     # Scores
 
     def add_all_scores(self, scores) -> None:
+        """Adds the products of all parts of this warpgroup's tile."""
         zero = opaque_zero()
         for part in self.order:
             self.add_scores(scores, part, zero)
 
     def restart_scores(self, scores) -> None:
-        """Those of this warpgroup's tile in the next pair."""
+        """Starts anew with the scores of this warpgroup's tile in the next pair."""
         scores[...] = zeros((BLOCK_ROWS, TILE))
         self.add_all_scores(scores)
 
     def add_scores(self, scores, part: str, zero) -> None:
-        """Adds the products of ``part`` of this warpgroup's tile, once it is there."""
+        """Waits for ``part`` of this warpgroup's tile and adds its products."""
         body, smem = self.body, self.smem
         plgpu.barrier_wait(smem["full"][part].at[self.number])
         if part == "rope":
@@ -240,7 +246,7 @@ class _Consumer:
     # Softmax
 
     def raised(self, m, scores):
-        """The running maximum (log2) after ``scores``."""
+        """The running maximum (log2) after ``scores``: unchanged unless it grows by more than ``rescale_threshold``."""
         top = scores.max(axis=1) * self.body.log2_scale
         return (
             jnp.where(top > m + self.config.rescale_threshold, top, m)
@@ -249,56 +255,63 @@ class _Consumer:
         )
 
     def probabilities(self, scores, m):
+        """exp(score - maximum), float32."""
         return jnp.exp2(scores * self.body.log2_scale - self.body.spread(m, scores.shape))
 
     def rescaled(self, o, factors):
+        """``o`` with each row times its factor."""
         return scale_rows(o, factors) if self.config.rescale_threshold else o * self.body.spread(factors, o.shape)
 
     def release(self, part: str, at: int) -> None:
+        """Lets the loader overwrite a part of stage ``at``."""
         plgpu.barrier_arrive(self.smem["empty"][part].at[at])
 
     def publish_p(self, p) -> None:
+        """Hands this tile's probabilities to the other warpgroup, in the rope buffer of the tile."""
         sync_warpgroup(6 + self.number)  # every warp is done with the scores: P overwrites the tile's rope part
         self.smem["rope"].at[self.number][...] = p
         fence_proxy()
         plgpu.barrier_arrive(self.smem["p_ready"].at[self.number])
 
     def other_p(self, zero):
-        """Of the other tile, in shared memory, once it is there."""
+        """The other tile's probabilities, in shared memory, once they are there."""
         plgpu.barrier_wait(self.smem["p_ready"].at[1 - self.number])
         return self.smem["rope"].at[1 - self.number + zero, :, pl.ds(0, TILE)]
 
     def publish_max(self, m) -> None:
+        """Hands the running maximum to the other warpgroup."""
         self.smem["stats"].at[self.number][...] = m
         plgpu.barrier_arrive(self.smem["max_ready"].at[self.number])
 
     def other_max(self):
+        """The other warpgroup's running maximum, once it is there."""
         plgpu.barrier_wait(self.smem["max_ready"].at[1 - self.number])
         return plgpu.load(self.smem["stats"].at[1 - self.number], layout=ROW)
 
     def _finish(self, o, m, sums) -> None:
+        """Joins the sums of both warpgroups, and writes the result or the partial result."""
         body, stats = self.body, self.smem["stats"]
         stats.at[2 + self.number][...] = sums
         plgpu.barrier_arrive(self.smem["sums_ready"])
         plgpu.barrier_wait(self.smem["sums_ready"])
         total = plgpu.load(stats.at[2], layout=ROW) + plgpu.load(stats.at[3], layout=ROW)
-        seen = total != 0  # not m: scores that are NaN leave it as it began, and NaN is not empty
+        seen = total != 0  # not by m, which NaN scores leave at START: such a row is not empty
         o = o * self.body.spread(jnp.where(seen, 1.0 / total, 0.0), o.shape)
         lse = jnp.where(seen, m + jnp.log2(total), -jnp.inf)
-        slot = body.item["partial"]
+        index = body.item["partial"]
 
-        @pl.when(slot < 0)
+        @pl.when(index < 0)
         def _():
             self._store(o, lse * math.log(2))
 
-        @pl.when(slot >= 0)
+        @pl.when(index >= 0)
         def _():
-            body.partial.at[lax.max(slot, 0), :, pl.ds(self.number * body.half, body.half)][...] = o
+            body.partial.at[lax.max(index, 0), :, pl.ds(self.number * body.half, body.half)][...] = o
             if self.number == 0:
-                body.partial_lse.at[lax.max(slot, 0)][...] = lse
+                body.partial_lse.at[lax.max(index, 0)][...] = lse
 
     def _store(self, o, lse) -> None:
-        """The rows that are there, 64 channels at a time, through the rope buffer that this warpgroup read last."""
+        """Stores the item's rows, 64 channels at a time, through the rope buffer that this warpgroup read last."""
         body, staged, stats = self.body, self.smem["rope"].at[1 - self.number], self.smem["stats"].at[0]
         for column in range(0, body.half, TILE):
             staged[...] = o[:, column : column + TILE].astype(jnp.bfloat16)

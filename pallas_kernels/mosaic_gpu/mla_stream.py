@@ -1,19 +1,20 @@
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
 # (JAX's annotations of its own plgpu.ACC and transforms.)
-"""Absorbed MLA over a paged bf16 cache where memory is the bound, or keys are few. Compute capability 9.0.
+"""The memory-bound MLA kernel: absorbed attention of few rows over a paged bfloat16 cache. For compute capability 9.0.
 
 A thread block takes its items of the work list one after the other: the rows of a request and some tiles of 64 keys,
-one tile at a time, so that the first and the last take little time. Four warpgroups:
+one tile at a time, so that the pipeline fills and drains quickly. Four warpgroups:
 
     0         S = Q K^T, its softmax P over the keys seen so far, and their maximum and sum
     1 and 2   O = O exp(m - m') + P V, of one half of the value channels each
     3         loads (TMA), into a two-stage buffer of tiles, ahead into the next item
 
-P crosses in shared memory, in the rope buffer of its tile, which is dead by then; the factors exp(m - m') beside it.
-Where there are fewer than 64 rows, the M of a product, all of this is transposed: S^T = K Q^T, O^T = V^T P^T. Rows are
-then its N, any multiple of 8.
+P crosses in shared memory, in the rope buffer of its tile, whose keys have been used by then; so do the factors
+exp(m - m'). M of wgmma is 64: up to 32 rows the products are transposed (operands swapped), S^T = K Q^T, O^T = V^T P^T.
+Rows are then N, which may be any multiple of 8.
 
-Shared memory: queries, two tiles, statistics; where rows are N, also what maxima are taken in across warps.
+Shared memory: queries, two tiles, statistics, and for transposed products 4 KiB to reduce across warps; counted in
+../README.md.
 
 Roofline: a key takes 2 * (R + E) bytes, read once for all rows: 135 us at 4.46 TB/s for 128 requests of 4096 keys.
 """
@@ -40,8 +41,8 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
 )
 from mla_attn.pallas_kernels.work_list import TILE, Plan
 
-STAGES = 2  # of the buffer
-LOADS, SCORES, VALUES = 48, 104, 176  # registers of a thread
+STAGES = 2  # stages of the key buffer
+LOADS, SCORES, VALUES = 48, 104, 176  # registers of a thread, by role
 
 
 @functools.partial(jax.jit, static_argnames=("call", "plan"))  # all layers share one lowering
@@ -62,7 +63,11 @@ def mla_stream(
     Float32[Array, "partials tile_rows R"],
     Float32[Array, "partials tile_rows"],
 ]:
-    """As ``mla_decode``, for ``plan.tile_rows`` of 64 or any multiple of 8 up to 32; ValueError for others."""
+    """Attends; arguments and results are those of ``mla_decode``.
+
+    Raises:
+        ValueError: ``plan.tile_rows`` is neither 64 nor a multiple of 8 up to 32.
+    """
     if plan.tile_rows != 64 and (plan.tile_rows > 32 or plan.tile_rows % 8):
         raise ValueError(f"plan.tile_rows={plan.tile_rows} must be 64, or a multiple of 8 up to 32")
     rope = 0 if q_rope is None else q_rope.shape[1]
@@ -72,25 +77,27 @@ def mla_stream(
 
 
 class _Body(Block):
+    """A loading warpgroup, one for scores, two for values."""
+
     rope_readers = 2
 
     def __init__(self, call: Call, plan: Plan, **sizes):
         super().__init__(call, plan, **sizes)
         self.rows_axis = 0 if plan.tile_rows == 64 else 1
-        self.row_layout = ACC.reduce(1 - self.rows_axis)  # a number for each row
+        self.row_layout = ACC.reduce(1 - self.rows_axis)  # layout of one number for each row
         self.reduction_bytes = 4096 if self.rows_axis else 0
-        # Of a half, those of one accumulator: the compiler grants a product no more than 128 registers.
+        # The compiler grants an accumulator no more than 128 registers: with rows as M, a half takes two.
         count = 1 if self.rows_axis else 2
         width = self.half // count
         self.columns = [(n * width, width) for n in range(count)]
 
     def shape(self, others: int) -> tuple[int, int]:
-        """Of rows times keys or channels."""
+        """Shape of rows times ``others`` (keys or channels), as the products have it."""
         rows = self.plan.tile_rows
         return (others, rows) if self.rows_axis else (rows, others)
 
     def transposed(self, ref):
-        """What has rows first, as the products have it."""
+        """An array whose rows come first, as the products have it."""
         return ref.transpose((1, 0)) if self.rows_axis else ref
 
     def scratch(self) -> dict:
@@ -98,7 +105,7 @@ class _Body(Block):
         return {
             **self.queries(),
             **self.buffer(),
-            "factors": plgpu.SMEM((STAGES, rows), jnp.float32),  # of each tile: what came before counts so much less
+            "factors": plgpu.SMEM((STAGES, rows), jnp.float32),  # exp(m - m') of each tile
             "inverse_sums": plgpu.SMEM((rows,), jnp.float32),
             "natural_lse": plgpu.SMEM((rows,), jnp.float32),
             "p_ready": plgpu.Barrier(num_barriers=STAGES),
@@ -120,11 +127,11 @@ class _Body(Block):
             @pl.when(warpgroup == number)
             def _(role=role, registers=registers):
                 plgpu.set_max_registers(registers, action="decrease" if registers < 128 else "increase")
-                # Carried: the item's fields, and how many tiles went through the buffer before it.
+                # Carried: the item's fields, and how many tiles the buffer held before it.
                 lax.fori_loop(0, self.rounds, role, (self.read_item(0), jnp.int32(0)))
 
     def _load(self, turn, carry):
-        """One item. Its queries overwrite the last one's staged result."""
+        """Loads one item. Its first tile comes before its queries: those wait until the last result is stored."""
         fields, before = carry
         self.take_item(fields)
         following, tiles = self.read_item(turn + 1), self.item["tiles"]
@@ -147,6 +154,7 @@ class _Body(Block):
     # Scores
 
     def _scores(self, turn, carry):
+        """Scores and softmax of one item: P and the factors of each tile, then the sums and log-sum-exps."""
         fields, before = carry
         self.take_item(fields)
         smem, shape = self.smem, self.shape(TILE)
@@ -161,18 +169,19 @@ class _Body(Block):
             p, factors = jnp.exp2(scores * self.log2_scale - self.spread(higher, shape)), jnp.exp2(m - higher)
             sync_warpgroup(7)  # every warp is done with this tile's scores: P overwrites its rope part
             self.transposed(smem["rope"].at[at, pl.ds(0, rows), pl.ds(0, TILE)])[...] = p.astype(jnp.bfloat16)
-            smem["factors"].at[at][...] = factors  # those of two tiles ago were read before this tile came
+            smem["factors"].at[at][...] = factors  # this tile was loaded after those of two tiles ago were read
             fence_proxy()
             plgpu.barrier_arrive(smem["p_ready"].at[at])
             return higher, sums * self.spread(factors, shape) + p
 
         m = plgpu.layout_cast(jnp.full((rows,), START, jnp.float32), self.row_layout)
         m, sums = lax.fori_loop(0, self.item["tiles"], step, (m, zeros(shape)))
-        following = self.read_item(turn + 1)  # on its way while this item ends
+        following = self.read_item(turn + 1)  # loads while this item ends
         self._finish(turn, m, sums.sum(axis=keys_axis))
         return following, before + self.item["tiles"]
 
     def _products(self, scores, at):
+        """The scores of the tile in stage ``at``, each part as it arrives."""
         smem, zero = self.smem, opaque_zero()
         for n, part in enumerate(PARTS):
             plgpu.barrier_wait(smem["full"][part].at[at])
@@ -188,8 +197,9 @@ class _Body(Block):
         plgpu.wgmma(acc, left, right)
 
     def _finish(self, turn, m, sums) -> None:
-        smem, slot = self.smem, self.item["partial"]
-        seen = sums != 0  # not m: scores that are NaN leave it as it began, and NaN is not empty
+        """Hands 1 / sum to the value warpgroups, and writes the log-sum-exps."""
+        smem, index = self.smem, self.item["partial"]
+        seen = sums != 0  # not by m, which NaN scores leave at START: such a row is not empty
 
         @pl.when(turn > 0)
         def _():
@@ -199,11 +209,11 @@ class _Body(Block):
         plgpu.barrier_arrive(smem["sums_ready"])
         lse = jnp.where(seen, m + jnp.log2(sums), -jnp.inf)
 
-        @pl.when(slot >= 0)
+        @pl.when(index >= 0)
         def _():
-            store_vector(self.partial_lse.at[lax.max(slot, 0)], lse, self.row_layout)
+            store_vector(self.partial_lse.at[lax.max(index, 0)], lse, self.row_layout)
 
-        @pl.when(slot < 0)
+        @pl.when(index < 0)
         def _():
             smem["natural_lse"][...] = lse * math.log(2)
             plgpu.commit_smem()
@@ -213,6 +223,7 @@ class _Body(Block):
     # Values
 
     def _values(self, part: str, turn, carry):
+        """One half of the output of one item."""
         fields, before = carry
         self.take_item(fields)
         smem, rows = self.smem, self.plan.tile_rows
@@ -235,7 +246,7 @@ class _Body(Block):
 
         parts = [zeros(self.shape(width)) for _, width in self.columns]
         parts = lax.fori_loop(0, self.item["tiles"], step, parts)
-        following = self.read_item(turn + 1)  # on its way while this item ends
+        following = self.read_item(turn + 1)  # loads while this item ends
         plgpu.barrier_wait(smem["sums_ready"])
         scale = plgpu.load(smem["inverse_sums"], layout=self.row_layout)
         plgpu.barrier_arrive(smem["sums_read"])
@@ -244,23 +255,23 @@ class _Body(Block):
         return following, before + self.item["tiles"]
 
     def _rescaled(self, o, factors):
-        # Where rows are M, a warp has few of them: seldom does one of their maxima grow.
+        # With rows as M a warp has 16 of them, whose maxima seldom grow: it skips the product then.
         return o * self.spread(factors, o.shape) if self.rows_axis else scale_rows(o, factors)
 
     def _store(self, number: int, parts) -> None:
-        """The result through the query buffer, which all products are done with; a partial one at once."""
-        slot, first = self.item["partial"], number * self.half
+        """Stores a result through the query buffer, which the products have released; a partial result directly."""
+        index, first = self.item["partial"], number * self.half
 
-        @pl.when(slot >= 0)
+        @pl.when(index >= 0)
         def _():
             for o, (start, width) in zip(parts, self.columns, strict=True):
-                to = self.partial.at[lax.max(slot, 0), :, pl.ds(first + start, width)]
+                to = self.partial.at[lax.max(index, 0), :, pl.ds(first + start, width)]
                 if self.rows_axis:
                     store_transposed(to, o)
                 else:
                     to[...] = o
 
-        @pl.when(slot < 0)
+        @pl.when(index < 0)
         def _():
             staged = self.smem["queries"].at[number]
             for o, columns in zip(parts, self.columns, strict=True):

@@ -1,7 +1,7 @@
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportArgumentType=false, reportAbstractUsage=false
 # (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
-"""What Pallas does not name: a fence, a named barrier, copies and stores row by row, a product that warps may skip; and
-how much shared memory scratch types take."""
+"""Operations that Pallas does not offer, written in MLIR: a fence, a named barrier, copies and stores row by row, a
+product that warps may skip. And a count of shared memory."""
 
 import math
 
@@ -14,14 +14,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ACC, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of what wgmma and TMA take
-SHARED_BYTES = 227 * 1024  # of a thread block, compute capability 9.0
-_ALIGNMENT = 1024  # of every array there
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # layout that wgmma and TMA take
+SHARED_BYTES = 227 * 1024  # what a thread block may have with compute capability 9.0
+_ALIGNMENT = 1024  # bytes, of every array in shared memory
 _EACH_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 def shared_bytes(scratch, reduction_bytes: int = 0) -> int:
-    """Shared memory of a thread block with ``scratch``, a tree of arrays and barriers as Pallas takes them."""
+    """Bytes of shared memory that a thread block takes.
+
+    Args:
+        scratch: a tree of arrays and barriers, as Pallas takes them.
+        reduction_bytes: what Pallas reduces across warps in.
+    """
 
     def size(ref) -> int:
         if isinstance(ref, plgpu.Barrier):
@@ -43,7 +48,11 @@ def fence_proxy() -> None:
 
 
 def sync_warpgroup(number: int) -> None:
-    """All 128 threads of a warpgroup meet at hardware barrier ``number``, which no other warpgroup uses."""
+    """Waits until all 128 threads of the warpgroup are here.
+
+    Args:
+        number: hardware barrier, which no other warpgroup uses.
+    """
 
     @plgpu.inline_mgpu()
     def sync(_):
@@ -53,16 +62,15 @@ def sync_warpgroup(number: int) -> None:
     sync()
 
 
-def rows_of_slots(
-    table, slot, page0, *, page_size: int, num_pages: int, page_stride: int, pool_pages: int
-) -> jax.Array:
-    """Where 64 consecutive table slots lie, counted in rows of the pool: int32 [128], as ``gather_rows`` takes it.
+def rows_of_keys(table, key, page0, *, page_size: int, num_pages: int, page_stride: int, pool_pages: int) -> jax.Array:
+    """The pool's rows that 64 consecutive keys of a request lie in: int32 [128], as ``gather_rows`` takes it.
 
     Args:
-        table: int32 [W], page ids; slots past its end and ids are clamped to what there is.
-        slot: the first one.
+        table: int32 [W], page ids of the request; keys past its end and ids out of range are clamped.
+        key: index of the first key.
+        page_size: tokens per page.
         page0, page_stride: page ``id`` is page ``page0 + id * page_stride`` of the pool, clamped to what there is.
-        num_pages, pool_pages: ids that there are, and pages of the pool.
+        num_pages, pool_pages: number of page ids, and of pages of the pool.
     """
     columns, splat = table.shape[0], plgpu.Layout.WG_SPLAT
 
@@ -70,35 +78,36 @@ def rows_of_slots(
         arg_types=(plgpu.RefType(), splat, splat),
         return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_EACH_THREAD),
     )
-    def find(_, table, slot, page0):
+    def find(_, table, key, page0):
         warp, lane = _warp_and_lane()
         row = arith.addi(arith.muli(warp, _i32(16)), arith.remui(lane, _i32(16)))
-        slot = arith.addi(slot.registers.item(), row)
-        column = arith.minsi(arith.divui(slot, _i32(page_size)), _i32(columns - 1))
+        key = arith.addi(key.registers.item(), row)
+        column = arith.minsi(arith.divui(key, _i32(page_size)), _i32(columns - 1))
         page = memref.load(table, [arith.index_castui(ir.IndexType.get(), column)])
         page = arith.maxsi(arith.minsi(page, _i32(num_pages - 1)), _i32(0))
         page = arith.addi(page0.registers.item(), arith.muli(page, _i32(page_stride)))
         page = arith.maxsi(arith.minsi(page, _i32(pool_pages - 1)), _i32(0))
-        found = arith.addi(arith.muli(page, _i32(page_size)), arith.remui(slot, _i32(page_size)))
+        found = arith.addi(arith.muli(page, _i32(page_size)), arith.remui(key, _i32(page_size)))
         found = vector.broadcast(ir.VectorType.get((1,), found.type), found)
         return mgpu.FragmentedArray(
             _registers=np.array([found], dtype=object), _layout=_EACH_THREAD.to_mgpu(), _is_signed=True
         )
 
-    return find(table, slot, page0)
+    return find(table, key, page0)
 
 
 def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
     """Starts copying 64 rows, 16 bytes a thread at a time; ``wait_for_gathers`` waits for them.
 
     Args:
-        rows: of ``rows_of_slots``; each warp copies 16.
-        pages: bfloat16 [pages, P, N] in global memory, a slice of channels of the pool; N is 64, 128 or 256.
-        to: bfloat16 [64, N] in shared memory, in tiles of 8 by 64 with a swizzle of 128 bytes: ``transforms``.
+        rows: what ``rows_of_keys`` returned; each warp copies 16 of them.
+        pages: bfloat16 [pages, P, N] in global memory, a slice of the pool's channels; N is 64, 128 or 256.
+        to: bfloat16 [64, N] in shared memory.
+        transforms: layout of ``to``: tiles of 8 by 64 with a swizzle of 128 bytes.
     """
     channels = to.shape[1]
-    chunks = channels // 8  # of a row, one for each lane
-    at_once = 32 // chunks  # rows
+    chunks = channels // 8  # 16 bytes each, one for a thread
+    at_once = 32 // chunks  # rows that a warp copies at a time
 
     @plgpu.inline_mgpu(arg_types=(_EACH_THREAD, plgpu.RefType(), plgpu.RefType(transforms)))
     def gather(_, rows, pages, to):
@@ -111,7 +120,7 @@ def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
         source = mgpu.utils.getelementptr(source, [arith.muli(chunk, _i32(16))], byte)
         row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 2 * pages.type.get_strides_and_offset()[0][1]))
         for n in range(0, 16, at_once):
-            row = arith.addi(first, _i32(n))  # of the warp's
+            row = arith.addi(first, _i32(n))  # number among the warp's 16
             place = nvvm.shfl_sync(_i32(-1), own, row, _i32(31), nvvm.ShflKind.idx)
             in_tile = arith.remui(row, _i32(8))
             tile = arith.addi(arith.muli(warp, _i32(2)), arith.divui(row, _i32(8)))
@@ -130,7 +139,7 @@ def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
 
 
 def wait_for_gathers(in_flight: int) -> None:
-    """Until this thread's part of all but the last ``in_flight`` gathers has been copied."""
+    """Waits until this thread's part of all but the last ``in_flight`` gathers has been copied."""
 
     @plgpu.inline_mgpu()
     def wait(_):
@@ -140,7 +149,7 @@ def wait_for_gathers(in_flight: int) -> None:
 
 
 def store_vector(ref, values: jax.Array, layout) -> None:
-    """``ref[...] = values`` in global memory, of any length: no whole cache lines asked for, as Pallas does.
+    """Stores ``ref[...] = values`` in global memory, for any length. (Pallas' own store asks for whole cache lines.)
 
     Args:
         ref: float32 [N].
@@ -155,7 +164,7 @@ def store_vector(ref, values: jax.Array, layout) -> None:
 
 
 def store_transposed(ref, values: jax.Array) -> None:
-    """``ref[...] = values.T`` in global memory; 8 neighbours of a row lie together.
+    """Stores ``ref[...] = values.T`` in global memory.
 
     Args:
         ref: float32 [N, M].
@@ -170,13 +179,13 @@ def store_transposed(ref, values: jax.Array) -> None:
 
 
 def store_rows(ref, values, begin, end, width=None) -> None:
-    """``ref[begin:end, :width] = values[begin:end, :width]`` in global memory.
+    """Stores ``ref[begin:end, :width] = values[begin:end, :width]`` in global memory.
 
     Args:
-        ref: float32 [64, N], a slice that may reach past the array's end where nothing is written.
+        ref: float32 [64, N], a slice that may reach past the array's end, where nothing is written.
         values: float32 [64, N] in the layout of wgmma's accumulators.
-        begin, end: of the rows; any integers.
-        width: a multiple of 64; None for all.
+        begin, end: first row and end of the rows to store; any integers.
+        width: columns to store, a multiple of 64; None for all.
     """
     columns, scalar = values.shape[1], plgpu.Layout.WG_SPLAT
     widths = () if width is None else (width,)
@@ -189,7 +198,8 @@ def store_rows(ref, values, begin, end, width=None) -> None:
         own_column = arith.extui(i64, arith.muli(arith.remui(lane, _i32(4)), _i32(2)))
         pitch = ref.type.get_strides_and_offset()[0][0]
         base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(ref))
-        pairs = values.registers.reshape(columns // 8, 2)  # two columns each, of the own row and of the 8th after it
+        # A thread has pairs of columns, of its own row and of the 8th after it.
+        pairs = values.registers.reshape(columns // 8, 2)
         for half in range(2):
             row = arith.addi(own_row, _i32(8 * half))
             inside = arith.andi(
@@ -214,16 +224,16 @@ def store_rows(ref, values, begin, end, width=None) -> None:
 
 
 def zeros(shape: tuple[int, ...]) -> jax.Array:
-    """float32, in the layout of wgmma's accumulators."""
+    """float32 zeros in the layout of wgmma's accumulators."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACC)
 
 
 def scale_rows(values: jax.Array, factors: jax.Array) -> jax.Array:
-    """``values * factors[:, None]``, skipped by every warp whose factors are all 1: most of the time, if so arranged.
+    """``values * factors[:, None]``; a warp whose factors are all 1 skips the product.
 
     Args:
         values: float32 [M, N] in the layout of wgmma's accumulators.
-        factors: float32 [M], a row each.
+        factors: float32 [M], one for each row.
     """
 
     @plgpu.inline_mgpu(arg_types=(ACC, ROW), return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=ACC))
@@ -241,7 +251,7 @@ def scale_rows(values: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def _any_in_warp_differs(array, value: float):
-    """i1, the same in all threads of a warp: whether any of their registers differs from ``value``."""
+    """Whether any register of a warp's threads differs from ``value``: an i1, the same in all of them."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     expected, differs = arith.constant(f32, ir.FloatAttr.get(f32, value)), None
     for register in array.registers.flat:
@@ -263,6 +273,6 @@ def _i32(value: int):
 
 
 def _warp_and_lane():
-    """Of this thread, within its warpgroup."""
+    """Number of this thread's warp in its warpgroup, and of the thread in its warp."""
     thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
     return arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
