@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant("draws the same at every position", "mla_attn/sampling.py", "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)", SAMPLING + "test_seeds_and_positions_make_other_draws"),
     Mutant("top-p after all tokens, not after top-k", "mla_attn/sampling.py", "masses = jnp.where(keys >= least[..., None], jnp.exp(logits), 0.0)", "masses = jnp.exp(logits)", SAMPLING + "test_distribution"),
     Mutant("pages found by their own tokens alone", "cache/prefix.py", "hashlib.blake2b(digest + data[", "hashlib.blake2b(data[", PREFIX + "test_the_same_page_after_another_beginning_is_another"),
-    Mutant("beginnings let go before ends", "cache/prefix.py", "for digest in reversed(digests):", "for digest in digests:", PREFIX + "test_a_common_beginning_outlives_what_follows_it"),
+    Mutant("beginnings let go before ends", "cache/prefix.py", "np.arange(self._clock, self._clock - len(pages), -1)", "np.arange(self._clock - len(pages) + 1, self._clock + 1)", PREFIX + "test_a_common_beginning_outlives_what_follows_it"),
     Mutant("padding requests write a slot", "mla_attn/engine/state.py", "slots = jnp.where(live, slots, ", "slots = jnp.where(live | ~live, slots, ", STATE),
     Mutant("padding requests draw", "mla_attn/engine/state.py", "jnp.where(live, x[\"temperature\"], 0.0)", "x[\"temperature\"]", STATE),
     Mutant("a lost beginning stays lost", "cache/prefix.py", "if digest not in self._kept:", "if digest not in self._kept and digests[-1] not in self._kept:", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
