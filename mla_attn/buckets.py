@@ -1,9 +1,10 @@
-"""Programs compiled ahead of time over a ladder of shapes, chosen and padded per call: what CUDA graphs are elsewhere.
+"""Programs compiled ahead of time over a ladder of shapes, chosen and padded per call. (Other engines capture CUDA
+graphs for this.)
 
-A step function takes ``(state, pool, inputs)`` and returns ``(outputs, pool)``, where ``inputs`` is a pytree of arrays
-that means nothing where it is zero: lengths 0 mark padding requests, which write nothing and read nothing. ``Buckets``
-compiles it for each rung of a ladder of input shapes before the first request comes, then picks the smallest rung that
-holds a call and pads its inputs with zeros.
+A step function takes ``(state, pool, inputs)`` and returns ``(outputs, pool)``. ``inputs`` is a pytree of arrays in
+which zeros are padding: requests of length 0 write nothing and read nothing. ``Buckets`` compiles the function for each
+rung of a ladder of input shapes before the first request comes, then picks the smallest rung that holds a call and pads
+its inputs with zeros.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_COMPILERS = 8  # programs compiled side by side, a processor each at most
+_COMPILERS = 8  # most programs compiled at once; no more than processors
 
 
 def ladder(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -36,7 +37,7 @@ def ladder(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
 
 
 class Buckets:
-    """One step function over a ladder of input shapes.
+    """One step function, compiled for a ladder of input shapes.
 
     Args:
         name: shown in progress, warnings and profiles.
@@ -45,8 +46,8 @@ class Buckets:
 
     Attributes:
         compiles: programs compiled so far.
-        cold_compiles: those compiled by a call rather than before it; each is logged as a warning.
-        compile_seconds: XLA's time spent on them, added up where they were compiled side by side.
+        cold_compiles: programs compiled by a call rather than before it; each is logged as a warning.
+        compile_seconds: XLA's seconds for all programs; those of programs compiled at once add up.
     """
 
     def __init__(self, name: str, fn: Callable[..., tuple[Any, Any]], rungs: Iterable[Any]):
@@ -69,16 +70,16 @@ class Buckets:
 
     @property
     def pending(self) -> list[int]:
-        """Rungs not compiled yet, by number."""
+        """Numbers of the rungs that are not compiled yet."""
         return [index for index in range(len(self._rungs)) if index not in self._programs]
 
     def label(self, index: int) -> str:
-        """Name and sizes of a rung, for people to read."""
+        """Name and sizes of a rung, for progress and warnings."""
         sizes = dict.fromkeys(n for shape in self._shapes[index] for n in shape)
         return f"{self.name} {'x'.join(map(str, sizes))}"
 
     def compile(self, index: int, state: Any, pool: Any) -> Any:
-        """Compile a rung for a state and a pool of these shapes; returns the program."""
+        """Compiles a rung for a state and a pool of these shapes; returns the program."""
         return self._compile(index, self._lower(index, state, pool))
 
     def _lower(self, index: int, state: Any, pool: Any) -> jax.stages.Lowered:
@@ -91,14 +92,14 @@ class Buckets:
         return program
 
     def __call__(self, state: Any, pool: Any, inputs: Any) -> tuple[Any, Any]:
-        """Run on the smallest rung that holds ``inputs``.
+        """Runs the program of the smallest rung that holds ``inputs``.
 
-        Host arrays (NumPy) are padded with zeros to the rung; device arrays must already have its shapes, so that state
+        Host arrays (NumPy) are padded with zeros to the rung. Device arrays must already have its shapes, so that state
         that stays on the device is never copied. Outputs have the rung's shapes.
 
         Raises:
-            ValueError: no rung holds the inputs, their structure or a dtype is another, or a device array is not of the
-                rung's shape.
+            ValueError: no rung holds the inputs, their structure or a dtype differs, or a device array does not have
+                the rung's shape.
         """
         leaves, structure = jax.tree.flatten(inputs)
         if structure != self._structure:
@@ -126,7 +127,7 @@ class Buckets:
 
 
 def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool = True) -> float:
-    """Compile every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took."""
+    """Compiles every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took."""
     begin = time.perf_counter()
     work = [(b, index) for b in buckets for index in b.pending]
     with (
@@ -137,7 +138,7 @@ def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool
         try:
             for b, index in work:
                 bar.set_postfix_str(b.label(index))
-                # Traced here, for what a trace reads may be this thread's own; XLA needs no Python.
+                # Traced in this thread: a trace may read its context. XLA compiles in others, without Python.
                 compiling.append(compilers.submit(b._compile, index, b._lower(index, state, pool)))
                 compiling[-1].add_done_callback(lambda _: bar.update())
             for program in compiling:
@@ -163,7 +164,7 @@ _counter = _Counter()
 
 
 def backend_compiles() -> int:
-    """Programs XLA has compiled in this process since this function was first called, by whomever."""
+    """Programs that XLA has compiled in this process since this function was first called, for any caller."""
     if not _counter.installed:
         jax.monitoring.register_event_duration_secs_listener(_counter)
         _counter.installed = True

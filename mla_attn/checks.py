@@ -23,9 +23,9 @@ _MOST_SOFT_CAP = 1e30
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """A static integer from ``least`` to ``most``, Python's or NumPy's, as Python's: sizes are multiplied.
+    """Returns a static integer from ``least`` to ``most`` as Python's: products of NumPy's would wrap.
 
-    At most what int32 holds if ``most`` is None, for such integers meet int32 arrays.
+    If ``most`` is None it is the largest int32, because such integers meet int32 arrays.
 
     Booleans, floats of whole value, strings and JAX arrays are refused: none of them is a static integer.
     """
@@ -40,7 +40,7 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def check_integers(name: str, values: Any) -> list[int]:
-    """A sequence of static integers, or an array of one axis."""
+    """Returns a sequence of static integers, or an array of one axis, as a list."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, Sequence):
         raise ValueError(f"{name}={shown(values)} must be a sequence of integers")
@@ -53,9 +53,9 @@ def check_integers(name: str, values: Any) -> list[int]:
 
 
 def check_index(name: str, value: int | Int[Array, ""], least: int, most: int = INT32_MAX) -> int | Int[Array, ""]:
-    """One integer, static or an array [], as a Python integer or an int32 array.
+    """Returns one integer, static or an array [], as a Python integer or an int32 array.
 
-    The range is checked where the value is known: a traced one cannot be, and no traced one may be relied on.
+    The range is checked where the value is known. A traced value cannot be checked, so callers must not rely on it.
     """
     if not isinstance(value, jax.Array | np.ndarray):
         return check_integer(name, value, least, most)
@@ -67,7 +67,7 @@ def check_index(name: str, value: int | Int[Array, ""], least: int, most: int = 
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """A static flag, Python's or NumPy's, as Python's. Arrays, numbers and strings are refused: "False" is true."""
+    """Returns a static flag, Python's or NumPy's, as Python's. Other values are refused: the string "False" is true."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}={value!r} must be True or False")
     return bool(value)
@@ -81,12 +81,13 @@ def check_number(
     least: int | float | None = None,
     most: int | float | None = None,
 ) -> float:
-    """A static real number, Python's or NumPy's, as Python's, that float32 holds: finite, and neither an overflow nor
-    (what devices flush to zero) below the least normal float32.
+    """Returns a static real number, Python's or NumPy's, as Python's.
+
+    It must be finite as float32: no overflow, and not below the least normal number, which devices flush to zero.
 
     Args:
-        name: of the argument.
-        value: what was given; booleans, strings and JAX arrays are refused.
+        name: the argument's name.
+        value: the value given; booleans, strings and JAX arrays are refused.
         above: exclusive lower bound, if any.
         least: inclusive lower bound, if any.
         most: inclusive upper bound, if any.
@@ -106,37 +107,37 @@ def check_number(
 
 
 def check_scale(scale: Any) -> float:
-    """A softmax scale."""
+    """Returns a softmax scale: positive."""
     return check_number("scale", scale, above=0)
 
 
 def check_window(window: Any) -> int | None:
-    """A sliding window, which counts the row's own key; None for none."""
+    """Returns a sliding window, which counts the row's own key; None for none."""
     return None if window is None else check_integer("window", window, 1, INT32_MAX)
 
 
 def check_soft_cap(soft_cap: Any) -> float | None:
-    """A cap of scores, ``cap * tanh(score / cap)``; None for none, which an infinite one is too."""
+    """Returns a cap of scores, ``cap * tanh(score / cap)``; None for none, also for an infinite cap."""
     if soft_cap is None or _as_float(soft_cap) == math.inf:
         return None
     return check_number("soft_cap", soft_cap, above=0, most=_MOST_SOFT_CAP)
 
 
 def check_array(name: str, array: Any) -> None:
-    """A NumPy or JAX array."""
+    """Checks that ``array`` is a NumPy or JAX array."""
     if not isinstance(array, jax.Array | np.ndarray):
         raise ValueError(f"{name} is a {type(array).__name__}, must be an array")
 
 
 def check_shape(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> None:
-    """An array of exactly ``shape``; ``meaning`` says what its axes are."""
+    """Checks that an array has exactly ``shape``; ``meaning`` says what its axes are."""
     check_array(name, array)
     if tuple(array.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {shape}: {meaning}")
 
 
 def check_type(name: str, array: Any, kind: Any) -> None:
-    """An array of a dtype of ``kind``; of ``jnp.floating`` not float8, whose numbers need a scale."""
+    """Checks that an array's dtype is of ``kind``. float8 is no ``jnp.floating`` here: its numbers need a scale."""
     if kind is jnp.floating and not _is_floating(array.dtype):
         raise ValueError(f"{name} has dtype {array.dtype}, must be a floating dtype of at least 16 bits")
     if not jnp.issubdtype(array.dtype, kind):
@@ -144,7 +145,7 @@ def check_type(name: str, array: Any, kind: Any) -> None:
 
 
 def check_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
-    """A dtype, by name or type."""
+    """Returns a dtype, given by name or type."""
     try:
         if dtype is not None:  # NumPy's default
             return jnp.dtype(dtype)
@@ -154,13 +155,13 @@ def check_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
 
 
 def check_out_dtype(out_dtype: DTypeLike | None) -> None:
-    """The dtype of a result, or None."""
+    """Checks the dtype of a result, which may be None."""
     if out_dtype is not None and not _is_floating(check_dtype("out_dtype", out_dtype)):
         raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a floating dtype of at least 16 bits")
 
 
 def as_int32(name: str, array: Any) -> Int[Array, "..."]:
-    """An array of any integer dtype as int32; what does not fit becomes its nearest limit, out of every range."""
+    """Returns an array of any integer dtype as int32; what does not fit becomes the nearest limit, out of range."""
     check_array(name, array)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")

@@ -1,9 +1,8 @@
-"""Which implementation computes a call, and how it is run.
+"""The dispatcher: which implementation computes a call, and how it is run.
 
 Every op has an ordered tuple of implementations that ends in ``xla`` (supports nearly every call) and ``reference``
-(only when named). Each has one predicate, ``supports(call, device) -> str | None``: a reason for refusing, or nothing.
-The dispatcher, the error a user sees, the tests that expect a refusal and ``mla-attn supports`` all read that one
-predicate.
+(taken only if named). Each has one predicate, ``supports(call, device) -> str | None``: the reason for a refusal, or
+None. The dispatcher, the error that a user sees, the tests that expect a refusal and ``mla-attn supports`` all read it.
 """
 
 import contextlib
@@ -21,17 +20,17 @@ from mla_attn.varying import vary_together
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
 ENVIRONMENT_VARIABLE = "MLA_ATTN_IMPLEMENTATION"
 
-# What the argument ``implementation`` of an op may be: a name, names in the order in which to try them, or None.
+# The argument ``implementation`` of an op: a name, names in the order in which to try them, or None.
 Order = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What programs are made for.
+    """A kind of device that programs are compiled for.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
-        compute_capability: of an NVIDIA GPU, such as "9.0"; else None.
+        compute_capability: compute capability of an NVIDIA GPU, such as "9.0"; else None.
         cores: streaming multiprocessors of a GPU; else 1.
     """
 
@@ -46,11 +45,11 @@ class Implementation:
 
     Attributes:
         name: one of ``NAMES``.
-        supports: reason for refusing a call on a device, or None.
+        supports: gives the reason for refusing a call on a device, or None.
         run: computes the op; takes its arrays by position and its static arguments by keyword.
-        plan: makes what all layers of a step share, where there is such a thing.
-        derivative: "own" where JAX differentiates ``run``, in either mode and inside ``jit``; "reference" where that of
-            the op's reference stands in; None where there is none.
+        plan: makes what all layers of a step share; None if they share nothing.
+        derivative: "own" if JAX differentiates ``run``, in either mode and inside ``jit``; "reference" if that of the
+            op's reference is used; None if there is none.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Implementation:
     derivative: Literal["own", "reference"] | None = None
 
 
-# A part of the key of every cache of ``jax.jit``: no program made for one device is taken for another.
+# A JAX user context is part of the key of every cache of ``jax.jit``: no program of one device is used for another.
 _target = jax.make_user_context(default_value=None)
 
 
@@ -75,7 +74,7 @@ def current_device() -> Device:
 
 @contextlib.contextmanager
 def compiling_for(device: Device) -> Iterator[None]:
-    """Choices inside are made for ``device``: for lowering and compiling ahead of time where it is not."""
+    """Makes choices inside for ``device``, to lower and compile ahead of time on a machine without it."""
     with _target(device):
         yield
 
@@ -86,7 +85,7 @@ def requested(implementation: Order) -> tuple[str, ...] | None:
     The environment variable holds a name, or several with commas between them. It is read at every call.
 
     Raises:
-        ValueError: a name that does not exist, or no name.
+        ValueError: an unknown name, or an empty order.
     """
     if implementation is None:
         source, value = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or None
@@ -100,17 +99,17 @@ def requested(implementation: Order) -> tuple[str, ...] | None:
 
 
 def choose(op: str, call: Any, implementations: tuple[Implementation, ...], implementation: Order) -> Implementation:
-    """The first implementation that supports ``call`` on the current device.
+    """Chooses the first implementation that supports ``call`` on the current device.
 
     Args:
         op: the op's name, for messages.
-        call: static facts of the call, whatever the op's predicates take.
-        implementations: in order of preference; "reference" is never taken unless named.
-        implementation: of the caller, as ``requested`` takes it: a name never falls back, names in that order alone.
+        call: static facts of the call, as the op's predicates take them.
+        implementations: the op's implementations in order of preference; "reference" is taken only if named.
+        implementation: the caller's argument, as ``requested`` takes it; only what it names is tried.
 
     Raises:
-        ValueError: a name that does not exist.
-        NotImplementedError: none of those asked for supports the call; with the reasons.
+        ValueError: an unknown name.
+        NotImplementedError: none of those tried supports the call; with the reasons.
     """
     names = requested(implementation)
     found = {i.name: i for i in implementations}
@@ -128,10 +127,11 @@ def choose(op: str, call: Any, implementations: tuple[Implementation, ...], impl
 
 
 def compute(op: str, chosen: Implementation, implementations: tuple[Implementation, ...], arrays: tuple, **static: Any):
-    """Run the chosen implementation: compiled once for its shapes and static arguments, also outside of ``jax.jit``.
+    """Runs the chosen implementation, compiled once for its shapes and static arguments also outside of ``jax.jit``.
 
     Raises:
-        NotImplementedError: arrays sharded over explicit mesh axes; when it is differentiated, one without derivative.
+        NotImplementedError: arrays are sharded over explicit mesh axes; or, when it is differentiated, the
+            implementation has no derivative.
     """
     for leaf in jax.tree.leaves(arrays):
         if any(axes is not None for axes in getattr(jax.typeof(leaf).sharding, "spec", ())):
@@ -151,12 +151,12 @@ def _compute(arrays, *, op: str, chosen: Implementation, reference: Implementati
             return run(*arrays)
         if chosen.derivative == "reference":
             return with_derivative(run, functools.partial(reference.run, **dict(static)), arrays)
-        # Pallas gives a kernel's results no varying axes: out_specs=P() would take one device's for everybody's.
+        # Pallas gives a kernel's results no varying axes, so out_specs=P() would take one device's for those of all.
         return vary_together(run(*_without_derivative(op, chosen.name, arrays)), like=arrays)
 
 
 def with_derivative(run, differentiated, arrays):
-    """``run(*arrays)``, with the derivative of another function, in either mode."""
+    """``run(*arrays)``, with the derivative of ``differentiated``, in forward and reverse mode."""
     leaves, structure = jax.tree.flatten(arrays)
     # XLA (jaxlib 0.11.2, CPU) crashes where shard_map passes an empty array to what custom_jvp calls.
     empty = [jax.ShapeDtypeStruct(x.shape, x.dtype) if x.size == 0 else None for x in leaves]
@@ -179,7 +179,7 @@ def with_derivative(run, differentiated, arrays):
 
 
 def _without_derivative(op: str, name: str, arrays):
-    """The arrays, through an identity that cannot be differentiated: a kernel's references cannot be in custom_jvp."""
+    """The arrays, through an identity that cannot be differentiated: custom_jvp around a kernel fails on its refs."""
 
     @jax.custom_jvp
     def identity(x):

@@ -1,4 +1,4 @@
-"""What each implementation says of a call, and of a list of them: the table in README and ``mla-attn supports``."""
+"""Which implementation supports which call: ``supports``, and the table of ``mla-attn supports`` and README.md here."""
 
 import dataclasses
 import re
@@ -59,7 +59,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "grouped_matmul": grouped_matmul.IMPLEMENTATIONS,
 }
 
-# The device and the facts of each named call; the facts are as ``supports`` takes them.
+# The calls of the table by name: the device, and the facts as ``supports`` takes them.
 CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     "mla_attention": {
         "CPU: decode": (CPU, {}),
@@ -101,13 +101,13 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
 def supports(
     op: str, *, platform: str | None = None, compute_capability: str | None = None, **facts
 ) -> dict[str, str | None]:
-    """Which implementations support a call, by name: None, or the reason for a refusal, which the op would raise.
+    """Which implementations support a call: for each name None, or the reason for a refusal, which the op would raise.
 
     Args:
         op: "mla_attention", "ragged_attention" or "grouped_matmul".
         platform: "cpu", "gpu" or "tpu"; where neither this nor ``compute_capability`` is given, the current device
             answers.
-        compute_capability: of an NVIDIA GPU, a string such as "9.0" for Hopper.
+        compute_capability: compute capability of an NVIDIA GPU, a string such as "9.0" for Hopper.
         facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
             ``page_size``, ``dtype``, ``row_width`` and ``rope_offset`` of the pool, ``max_q_len``, ``causal``, ``tree``
             (whether there is a ``tree_mask``), ``batch_invariant``, and the fields of ``MLASpec``. For
@@ -115,7 +115,7 @@ def supports(
             ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
 
     Raises:
-        ValueError: an op, a platform or a fact that does not exist, or a value that no call may have.
+        ValueError: an unknown op, platform or fact, or a value that no call may have.
     """
     if op not in _MAKE:
         raise ValueError(f"op={op!r} must be one of {', '.join(_MAKE)}")
@@ -123,7 +123,7 @@ def supports(
 
 
 def support_table() -> str:
-    """Markdown table, a row a call: "yes", or the reason an implementation refuses it."""
+    """The Markdown table: a row per call, with "yes" or the reason why an implementation refuses it."""
     names = list(dict.fromkeys(i.name for group in IMPLEMENTATIONS.values() for i in group))
     rows = [["op", "call", *names], ["---"] * (2 + len(names))]
     for op, calls in CALLS.items():

@@ -1,4 +1,4 @@
-"""Inside ``jax.shard_map``: which mesh axes arrays vary over, where JAX checks it (``check_vma=True``)."""
+"""Varying axes: inside ``jax.shard_map`` with ``check_vma=True``, JAX tracks which mesh axes an array varies over."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import jax
 
 
 def vary_together[T](tree: T, like: Any = ()) -> T:
-    """The same arrays, each marked as varying over every mesh axis that any of them, or of ``like``, varies over.
+    """Marks arrays as varying over every mesh axis that any of them, or of ``like``, varies over.
 
-    A loop's carry must vary over the same axes before and after its body. Constants vary over none, so what a loop
-    starts with is marked like what its body adds. Outside of ``jax.shard_map`` this does nothing.
+    A loop's carry must vary over the same axes before and after its body, and constants vary over none: the initial
+    carry is marked like what the body adds to it. Outside of ``jax.shard_map`` this does nothing.
     """
     axes = frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves((tree, like))))
     return jax.tree.map(lambda leaf: _vary(leaf, axes), tree) if axes else tree

@@ -10,13 +10,16 @@ from jax import lax
 
 from mla_attn.bench.timing import seconds_per_call
 
-# Of a GPU and of a CPU: bytes read, side of the square product, seconds of sustained products.
+# By platform: bytes read, side of the square product, seconds of sustained products.
 _SIZES = {"gpu": (2**32, 8192, 3.0), "cpu": (2**28, 1024, 1.0)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Rates per second. Bounds use the short product, which a power limit does not reach in time to slow down."""
+    """The rates that bounds are made of, per second; ``product`` says which product was timed.
+
+    Bounds use the rate of a short run: it ends before a power limit lowers the clocks.
+    """
 
     read_bytes: float
     product_flops_short: float
@@ -30,7 +33,7 @@ class Ceilings:
 
 
 def measure_ceilings(dtype: jnp.dtype, seed: int) -> Ceilings:
-    """Read bandwidth and rate of a matrix product in ``dtype``, over fresh random data.
+    """Measures read bandwidth and the rate of a matrix product in ``dtype``, over fresh random data.
 
     Read: integer sums of the rows of a buffer much larger than any cache, the best of eight bursts of five. Product:
     the same bursts, started on an idle device; then back to back for some seconds, the median of the later half.

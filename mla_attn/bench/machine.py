@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure is of."""
+"""The machine and the versions that a figure was measured with."""
 
 import datetime
 import os
@@ -9,7 +9,7 @@ import jaxlib.version
 
 
 def machine() -> dict[str, str]:
-    """What a figure must name beside it."""
+    """Device, platform, versions and date (UTC): what a report names beside its figures."""
     device = jax.devices()[0]
     return {
         "device": f"{_cpu_name()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind,

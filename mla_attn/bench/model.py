@@ -1,4 +1,4 @@
-"""Decode steps of whole models with random weights of a real model's sizes."""
+"""``mla-attn bench model``: decode steps of whole models, with random weights and a real model's sizes."""
 
 import argparse
 import dataclasses
@@ -89,7 +89,7 @@ CONFIGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Options of ``mla-attn bench model``."""
     parser.description = "Time decode steps of a whole model of random bfloat16 weights and a real model's sizes."
     parser.set_defaults(run=main)
     add = parser.add_argument
@@ -107,13 +107,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStep:
-    """One decode step of one token per request, greedy sampling included; microseconds.
+    """Figures of one decode step of one token per request, greedy sampling included; microseconds.
 
     Attributes:
-        step_us: wall time of a step in a row of dependent steps.
+        batch: requests.
+        kv_len: tokens of each request.
+        step_us: wall time of a step among dependent steps.
         host_us: host time to dispatch one.
         kernel_us: time of its kernels; None where the profiler does not tell them.
-        kernels: launches of a step.
+        kernels: kernel launches of a step.
         short_us: ``step_us`` with one cached token per request: the step without long contexts.
     """
 
@@ -127,7 +129,7 @@ class ModelStep:
 
     @property
     def attention_share(self) -> float:
-        """Share of the step that the cached tokens cost: what is left of it at one cached token is not attention."""
+        """Share of the step that the cached tokens cost: what a step at one cached token does not take."""
         return 1 - self.short_us / self.step_us
 
 
@@ -139,7 +141,7 @@ def measure(
     page_size: int,
     implementation: str | None,
 ) -> list[ModelStep]:
-    """Time decode steps of the model ``name`` in bfloat16, every request at ``kv_len`` tokens."""
+    """Times decode steps of the model ``name`` in bfloat16, every request at ``kv_len`` tokens."""
     say(f"{name}: making random weights")
     model = random_model(CONFIGS[name], dtype=jnp.bfloat16)
     width = -(-kv_len // page_size)
@@ -173,14 +175,14 @@ def measure(
 
 
 def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
-    """Median wall and dispatch microseconds of a step in rows of dependent ones, and its kernels."""
+    """Times dependent steps: median wall microseconds, the pools, median dispatch microseconds, kernels by name."""
     batch = table.shape[0]
     fixed = {"lens": np.full(batch, cached, np.int32), "active": np.ones(batch, np.int32)}
     fixed = jax.device_put(fixed | zeros(SAMPLING, {"B": batch}, None)) | {"page_table": table}
     state = {"pools": pools, "tokens": jax.device_put(np.zeros(batch, np.int32))}
 
     def run() -> float:
-        """``_STEPS`` steps, each from the tokens of the one before; host seconds to dispatch them."""
+        """Runs ``_STEPS`` steps, each on the tokens of the one before; returns the host seconds to dispatch them."""
         begin = time.perf_counter()
         for _ in range(_STEPS):
             out, state["pools"] = passes.decode(passes.state, state["pools"], fixed | {"tokens": state["tokens"]})
@@ -206,7 +208,7 @@ def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table, or JSON. Exit status 0."""
+    """Prints a table, or JSON. Exit status 0."""
     batches = [int(part) for part in options.batch.split(",")]
     output.check_files(options)
     steps = measure(

@@ -1,4 +1,4 @@
-"""Where benchmarks write: progress to stderr, and the files of ``--json`` and ``--plot``."""
+"""What benchmarks write: progress to stderr, and the files of ``--json`` and ``--plot``."""
 
 import argparse
 import importlib.util
@@ -7,12 +7,12 @@ import sys
 
 
 def say(text: str) -> None:
-    """Tell of progress, apart from the results."""
+    """Prints progress to stderr, apart from the results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, picture: str | None) -> None:
-    """``--json``, and ``--plot`` where there is a picture to draw."""
+    """Adds ``--json``, and ``--plot`` where there is a picture to draw."""
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the full report to FILE, or print it for the table"
     )
@@ -23,8 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, picture: str | None) -> No
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """ImportError or ValueError if what ``--json`` and ``--plot`` ask for cannot be made: before the run rather than
-    after it."""
+    """Checks before a run what ``--json`` and ``--plot`` ask for.
+
+    Raises:
+        ImportError: a picture is asked for, and matplotlib is not installed.
+        ValueError: a file cannot be written.
+    """
     if options.plot:
         find_matplotlib()
     for option, path in (("--json", options.json), ("--plot", options.plot)):
@@ -36,13 +40,13 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 def save(report: dict, path: str | None) -> None:
-    """Write a report as JSON, if ``--json`` names a file."""
+    """Writes a report as JSON, if ``--json`` names a file."""
     if path not in (None, "-"):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
 
 
 def find_matplotlib() -> None:
-    """ImportError that says what to install, if a picture cannot be drawn."""
+    """Raises ImportError, with what to install, if a picture cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install 'mla-attn[bench]'")

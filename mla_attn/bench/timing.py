@@ -1,7 +1,7 @@
-"""Time on the clock and time of kernels.
+"""Wall times and kernel times.
 
 A call is ``call(q_latent, q_rope, pool, metadata, layer) -> (out, lse)``. Buffers rotate by ``layer``: as in a model,
-calls read one layer of the pool after the other, which together are far larger than any cache.
+calls read one layer of the pool after the other; together the layers are far larger than any cache.
 """
 
 import collections
@@ -18,16 +18,16 @@ from jax import lax
 
 CHAIN_CALLS = 21
 REST = 0.3  # seconds
-LONG_GAP = 20e-6  # seconds; kernels of a program follow each other within 5e-6
+LONG_GAP = 20e-6  # seconds; kernels of a program follow each other within 5e-6 seconds
 _HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
 
 class ProfileError(RuntimeError):
-    """A profile lacks what is asked of it."""
+    """A profile does not have the kernels that it should."""
 
 
 def seconds_per_call(f, args, *, burst: int = 1) -> float:
-    """Wall seconds of one call among ``burst`` queued ones."""
+    """Wall seconds of one call among ``burst`` calls queued at once."""
     start = time.perf_counter()
     jax.block_until_ready([f(*args) for _ in range(burst)])
     return (time.perf_counter() - start) / burst
@@ -64,10 +64,10 @@ def chain_seconds(compiled, args, calls: int, burst: int) -> float:
 def wall_seconds(compiled, args, calls: int, burst: int) -> float:
     """Wall seconds of one call of a chain, on a rested device.
 
-    On a GPU of one profiled chain, from the begin of its first kernel to the end of its last: what the host takes to
-    begin and end a burst, up to a millisecond and never the same, is more than what lies between kernels. (XLA does not
-    use its command buffers while it is profiled; with them that is less.) Where a profile has no kernels, and on a CPU,
-    of ``burst`` chains on the host's clock.
+    On a GPU one chain is profiled, and the time is that from the begin of its first kernel to the end of its last. The
+    host's clock is no use there: beginning and ending a burst takes up to a millisecond, never the same, which is more
+    than all gaps between kernels. (XLA does not use its command buffers while it is profiled; with them gaps are
+    shorter.) Where a profile has no kernels, and on a CPU, ``burst`` chains are timed on the host's clock.
     """
     rest()
     if jax.default_backend() == "gpu":
@@ -78,13 +78,13 @@ def wall_seconds(compiled, args, calls: int, burst: int) -> float:
 
 
 def rest() -> None:
-    """Lets a GPU recover from its power limit, which after 100 ms at full load lowers the clocks."""
+    """Waits until a GPU has recovered from its power limit, which lowers the clocks after 100 ms at full load."""
     if jax.default_backend() == "gpu":
         time.sleep(REST)
 
 
 def sustained_seconds(compiled, args, calls: int, burst: int, seconds: float) -> float:
-    """Wall seconds of one call in bursts of chains run for so many seconds: the median of the later half."""
+    """Wall seconds of one call when bursts of chains run for ``seconds``: the median of the later half."""
     begin, bursts = time.perf_counter(), []
     while time.perf_counter() - begin < seconds:
         bursts.append(chain_seconds(compiled, args, calls, burst))
@@ -92,7 +92,7 @@ def sustained_seconds(compiled, args, calls: int, burst: int, seconds: float) ->
 
 
 def dispatch_seconds(compiled, args, repeats: int) -> float:
-    """Host seconds until a call returns, while its work runs on."""
+    """Host seconds until a call returns, its work still running: the median of ``repeats``."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -103,11 +103,11 @@ def dispatch_seconds(compiled, args, repeats: int) -> float:
 
 
 def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
-    """Kernels of a call on a GPU, copies and memsets included: name -> (launches per call, seconds per call).
+    """Profiles kernels of a call on a GPU, copies and memsets included: name -> (launches, seconds) per call.
 
     Args:
         run: runs ``calls`` calls, warmed up before, and waits for them.
-        calls: how many.
+        calls: number of calls.
 
     Raises:
         ProfileError: the profile has no kernels, or not a whole number of them per call; the message says what it has.
@@ -127,9 +127,9 @@ class Occupancy:
 
     Attributes:
         span: from the begin of the first kernel to the end of the last.
-        busy: of it, with a kernel running; copies from and to the host are none.
-        waited: of it, in gaps of more than ``LONG_GAP``. What the host launched ahead follows closely: in these there
-            was nothing launched. (Shorter ones are the launches' own, between kernels of a program.)
+        busy: the part of ``span`` in which a kernel ran; copies from and to the host do not count.
+        waited: the part of ``span`` in gaps of more than ``LONG_GAP``, in which the host had launched nothing. (Shorter
+            gaps lie between kernels of one program.)
     """
 
     span: float
@@ -138,7 +138,7 @@ class Occupancy:
 
 
 def occupancy(run) -> Occupancy:
-    """Whether the device had something to do while ``run()`` ran.
+    """Profiles how busy the device is while ``run()`` runs.
 
     Raises:
         ProfileError: the profile has no kernels; the message says what it has.
@@ -157,7 +157,7 @@ def occupancy(run) -> Occupancy:
 
 
 def _profile(run) -> tuple[list[tuple[str, float, float]], str]:
-    """What the GPU's streams did while ``run()`` ran: name, begin and duration in ns. And the names of all lines."""
+    """Profiles ``run()``: (name, begin, duration) in ns of what the GPU's streams did, and the names of all lines."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:

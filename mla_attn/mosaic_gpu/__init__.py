@@ -1,1 +1,1 @@
-"""Adapters to the Hopper kernels: what they support, which kernel and sizes, the arrays they take; a file per op."""
+"""Adapters to the Hopper kernels, a file per op: what they support, which kernel and sizes, the arrays they take."""

@@ -1,15 +1,15 @@
-"""The grouped product on Hopper GPUs: what its kernel supports, and which output tiles it computes at a time."""
+"""Adapter to the grouped matmul kernel: what it supports, and which output tiles it computes at a time."""
 
 import jax.numpy as jnp
 
 from mla_attn.dispatch import Device, current_device
 from mla_attn.mosaic_gpu import hopper
 
-_CHANNELS = 64  # of K and of N at a time
+_CHANNELS = 64  # columns of K, and of N, of a copy: K and N must be multiples of it
 
 
 def supports(call, device: Device) -> str | None:
-    """Why ``grouped_matmul`` is not supported, or None; ``call`` is an ``ops.grouped_matmul.GroupedCall``."""
+    """The reason why the kernel does not support a call (``ops.grouped_matmul.GroupedCall``), or None."""
     if (reason := hopper.refuses(device)) is not None:
         return reason
     if call.dtype != jnp.bfloat16:
@@ -20,7 +20,7 @@ def supports(call, device: Device) -> str | None:
 
 
 def grouped_matmul(rows, weights, sizes):
-    """float32 [M, N]."""
+    """Makes the list of tiles and runs the kernel; float32 [M, N]."""
     from mla_attn.pallas_kernels.mosaic_gpu import grouped_matmul as kernel
     from mla_attn.pallas_kernels.tile_list import tile_list
 
@@ -35,9 +35,9 @@ def grouped_matmul(rows, weights, sizes):
 
 
 def output_tile(num_rows: int, groups: int, width: int, cores: int) -> tuple[int, int]:
-    """``tile_rows`` and ``block_n`` that should do best, were rows spread evenly over groups.
+    """Chooses ``tile_rows`` and ``block_n``, as if rows were spread evenly over groups.
 
-    Many rows want large tiles, which read less for each product; few rows those with which the device is done first.
+    Many rows take large tiles, which read less for each product; few rows the tiles with which the device ends first.
     """
 
     def waves(block_n):
@@ -45,7 +45,7 @@ def output_tile(num_rows: int, groups: int, width: int, cores: int) -> tuple[int
 
     busy = min(groups, num_rows)
     mean = num_rows / busy
-    tile_rows = 128 if mean > 96 else 64  # the same for all widths: a layer's products share their list of tiles
+    tile_rows = 128 if mean > 96 else 64  # not by width: a layer's products share their list of tiles
     if mean > 24:
         block_n = 256
     elif busy * -(-width // 128) >= 4 * cores:

@@ -1,4 +1,4 @@
-"""What every Hopper kernel needs of a device and of JAX."""
+"""The device and the jax that every Hopper kernel needs."""
 
 import jax
 
@@ -9,7 +9,7 @@ _JAX = (0, 11, 2)  # the oldest release that the kernels have run on: Pallas Mos
 
 
 def refuses(device: Device) -> str | None:
-    """Why no kernel runs there, or None."""
+    """The reason why no kernel runs on a device, or None."""
     if device.platform != "gpu" or device.compute_capability != COMPUTE_CAPABILITY:
         capability = device.compute_capability
         where = device.platform if capability is None else f"compute capability {capability}"

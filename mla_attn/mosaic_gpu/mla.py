@@ -1,4 +1,4 @@
-"""MLA on Hopper GPUs: what the kernels support, which kernel and row tile, and the arrays and work lists they take."""
+"""Adapter to the MLA kernels: what they support, which kernel and row tile, and the arrays and work lists they take."""
 
 import dataclasses
 
@@ -10,21 +10,21 @@ from mla_attn.mosaic_gpu import hopper
 from mla_attn.pallas_kernels.tree_words import tree_words
 from mla_attn.pallas_kernels.work_list import TILE, TILE_ROWS, Plan, sound_requests, work_list
 
-_HEADS = 8  # rows of global memory are taken by so many: other head counts are padded
+_HEADS = 8  # TMA copies whole groups of 8 rows: other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
-_ROW_ELEMENTS = 8  # copies begin at multiples of 16 bytes
-_CHANNELS = 64  # of a copy: what a swizzle of 128 bytes spans
+_ROW_ELEMENTS = 8  # copies begin at multiples of 16 bytes, 8 elements
+_CHANNELS = 64  # channels of a copy: 128 bytes, the span of the swizzle
 # Masked scores are MASKED; times the scale they must stay below START, the running maximum of a row without visible
 # keys. This bounds the scale from below.
 _LEAST_SCALE = 1e-3
-# Rows of a request up to which mla_stream takes it: where memory is the bound; and where there are so few keys that
-# most of the time is a thread block's begin and end, which smaller row tiles share out.
+# Most rows of a request that mla_stream takes: where memory is the bound; and where keys are so few that a thread block
+# spends most of its time on its begin and end, which smaller row tiles share out.
 _STREAM_ROWS, _STREAM_ROWS_OF_FEW_KEYS = 64, 128
-_TRANSPOSED_ROWS = 32  # the most rows of a tile of mla_stream whose products are transposed: rows are their N
+_TRANSPOSED_ROWS = 32  # most rows of a row tile of mla_stream whose products are transposed (rows are N of wgmma)
 
 
 def supports(call, device: Device) -> str | None:
-    """Why ``mla_attention`` is not supported, or None; ``call`` is an ``ops.mla.MLACall``."""
+    """The reason why the kernels do not support a call (``ops.mla.MLACall``), or None."""
     if (reason := hopper.refuses(device)) is not None:
         return reason
     spec, latent = call.spec, (call.spec.kv_lora_rank, call.spec.qk_rope_head_dim)
@@ -47,7 +47,10 @@ def supports(call, device: Device) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a call runs: the kernel's name, and the plan of the work list it takes, made for causal rows or not."""
+    """What a call launches: the kernel's name, and the plan of its work list, which is of causal rows or not.
+
+    Kept as ``AttentionMetadata.work_plan``: a call whose launch is an equal one takes the list that is there.
+    """
 
     kernel: str
     plan: Plan
@@ -55,13 +58,13 @@ class Launch:
 
 
 def choose_kernel(rows: int, *, key_tiles: int, cores: int, batch_invariant: bool) -> tuple[str, int]:
-    """The kernel's name, and the most rows of a row tile.
+    """Chooses a kernel, by name, and the most rows of a row tile.
 
     Args:
         rows: most rows of a request, query tokens times heads (a multiple of 8).
-        key_tiles: tiles of keys that the page tables of all requests have room for.
-        cores: streaming multiprocessors.
-        batch_invariant: promises the bits of one kernel for any rows.
+        key_tiles: key tiles that the page tables of all requests together have room for.
+        cores: streaming multiprocessors of the device.
+        batch_invariant: whether bits must be those of one kernel for any number of rows.
     """
     if not batch_invariant:
         if rows <= _TRANSPOSED_ROWS:
@@ -74,7 +77,7 @@ def choose_kernel(rows: int, *, key_tiles: int, cores: int, batch_invariant: boo
 
 
 def plan_mla(metadata, pool, spec, *, causal, batch_invariant, out_dtype):
-    """The metadata with a work list."""
+    """The metadata with the work list of calls with these static arguments; as ``ops.mla.plan_mla``."""
     launch = _launch(metadata, pool, spec, causal=causal, batch_invariant=batch_invariant, out_dtype=out_dtype)
     return dataclasses.replace(metadata, work=_work(metadata, launch), work_plan=launch)
 
@@ -92,7 +95,7 @@ def _launch(metadata, pool, spec, *, causal, batch_invariant, out_dtype) -> Laun
         tile_rows=tile_rows,
         blocks=cores,
         max_tiles=max_tiles,
-        combine_all=out_dtype != jnp.bfloat16,  # only what the combine writes was not rounded to bfloat16 before
+        combine_all=out_dtype != jnp.bfloat16,  # kernels write bfloat16; the combine writes float32
         invariant=batch_invariant,
     )
     return Launch(kernel, plan, causal)
@@ -106,7 +109,7 @@ def _work(m, launch: Launch):
 
 
 def mla_attention(q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, causal, batch_invariant, out_dtype):
-    """``(out [T, H, R], lse float32 [T, H])``; out is float32 or bfloat16, then as asked for."""
+    """Launches the chosen kernel, then the combine: ``(out [T, H, R] in out_dtype, lse float32 [T, H])``."""
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
     from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import mla_decode
@@ -143,13 +146,13 @@ def _padded(heads: int) -> int:
 
 
 def _rows(q, plan):
-    """[T * heads, ...] in the kernel's type, heads padded."""
+    """Packed rows [T * heads, ...] in bfloat16, heads padded."""
     q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, plan.heads - q.shape[1]), (0, 0)))
     return q.reshape(-1, q.shape[2])
 
 
 def _tree_words(tree_mask, m, plan):
-    """The mask's bits for every packed row; the rows of unsound requests take those of anybody, and are not read."""
+    """The tree mask's bits for every packed row. Rows of unsound requests get some other row's, which nothing reads."""
     tokens = m.slots.shape[0]
     sound = sound_requests(m.q_starts, m.q_lens, num_tokens=tokens, max_q_len=m.max_q_len)
     owner, _ = row_owners(m.q_starts, jnp.where(sound, m.q_lens, 0), tokens)

@@ -1,4 +1,4 @@
-"""Whole-model passes, one a mode, over padded arrays, compiled ahead of time."""
+"""Passes: whole-model programs over padded arrays, one for each mode, compiled ahead of time."""
 
 from mla_attn.passes.drafting import DraftPasses
 from mla_attn.passes.fields import FIELDS, INVALID_TOKEN, KEPT, SAMPLING, Arrays, Field, structs, zeros

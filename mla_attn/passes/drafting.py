@@ -20,8 +20,8 @@ class DraftPasses:
     ``draft_decode`` (one for each step after the first draft), ``target_verify`` and ``draft_extend``.
 
     Args:
-        passes: of the model.
-        model: that ``passes`` was made of.
+        passes: passes of the model.
+        model: the model that ``passes`` was made of.
         tree: drafts per verify step; a chain of K drafts is a tree of K widths of 1.
 
     Raises:
@@ -38,26 +38,28 @@ class DraftPasses:
 
     @functools.cached_property
     def draft_prefill(self) -> Buckets:
-        """Parts of prompts through the draft layer: the first drafts."""
+        """Prefill chunks through the draft layer: the first drafts of each request."""
         inputs = ("page_table", "seq_lens", "q_lens", "next_tokens", "sampled", "prompt_hidden")
         return self._passes.buckets("draft_prefill", self._draft_prefill, inputs, prompts=True)
 
     @functools.cached_property
     def target_verify(self) -> Buckets:
-        """The last emitted token and its drafts: what is accepted and emitted."""
+        """The anchor (the last emitted token) and its drafts through the model: which are accepted and emitted."""
         inputs = ("page_table", "lens", "active", "tokens", "drafts", *SAMPLING)
         return self._passes.buckets("target_verify", self._target_verify, inputs, **self._sizes)
 
     @functools.cached_property
     def draft_extend(self) -> Buckets:
-        """The emitted tokens through the draft layer, with the target's hidden states: the first drafts."""
+        """The emitted tokens through the draft layer, with the target's hidden states: the next first drafts."""
         inputs = ("page_table", "lens", "active", "emitted", "num_emitted", "emitted_hidden")
         return self._passes.buckets("draft_extend", self._draft_extend, inputs, **self._sizes)
 
     @functools.cached_property
     def draft_decode(self) -> tuple[Buckets, ...]:
-        """Drafts of each depth through the draft layer: the drafts after them. Steps that differ in nothing but their
-        number, as those of a chain, share a program."""
+        """A pass for each depth but the last: its drafts through the draft layer give the drafts after them.
+
+        Steps that differ only in their number, as those of a chain do, share a program.
+        """
         tree, made, steps = self.tree, {}, []
         for level in range(1, tree.depth):
             key = "chain" if tree.is_chain else level
@@ -67,12 +69,11 @@ class DraftPasses:
 
     @property
     def all(self) -> list[Buckets]:
-        """Each once."""
+        """Every program's ``Buckets``, once."""
         return [self.draft_prefill, *dict.fromkeys(self.draft_decode), self.target_verify, self.draft_extend]
 
     def _draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """A last row takes the token sampled after it if its ``next_tokens`` is -1, as it is in the last part of a
-        prompt."""
+        """Row t of the draft layer takes the token after t: ``next_tokens``, or the sampled token where that is -1."""
         passes, rows = self._passes, x["next_tokens"].shape[0]
         model, m = passes.model(state), passes.prompt_metadata(x, rows)
         owner, _ = md.row_owners(m.q_starts, m.q_lens, rows)
@@ -119,7 +120,7 @@ class DraftPasses:
         return self._first_drafts(model, last_rows(hidden, m)), pools
 
     def _draft_decode(self, level: int) -> Buckets:
-        """Drafts of depth ``level``: the drafts after them, ``widths[level]`` each."""
+        """The pass over drafts of depth ``level``, which gives ``widths[level]`` drafts after each of them."""
         passes, tree = self._passes, self.tree
         nodes, spread, width = tree.level_sizes[level], tree.widths[level - 1], tree.widths[level]
         drafted = slice(1, tree.level_starts[level] + nodes)
@@ -148,7 +149,7 @@ class DraftPasses:
         return {"drafts": drafts, "hidden": hidden}
 
     def _mask(self, batch: int, rows: slice, columns: slice):
-        """The tree's mask for every request; None for a chain, where causal says it all."""
+        """The tree's mask for every request; None for a chain, where the causal mask is all there is."""
         if self.tree.is_chain:
             return None
         mask = jnp.asarray(self.tree.mask[rows, columns])

@@ -1,7 +1,7 @@
 """The table of fields: every input and output of a pass, with its shape, its dtype, and who keeps it between passes.
 
-B requests of the call, T packed prompt rows, W pages per request; of the draft tree, ``nodes`` drafts, ``path`` emitted
-tokens at most and ``width`` nodes of the level that drafts come from; ``dim`` the model's hidden size.
+Axes: B requests of the call, T packed prompt rows, W pages per request, ``dim`` the model's hidden size; for a draft
+tree ``nodes`` drafts, ``path`` the most tokens emitted, and ``width`` nodes of the level that drafts come from.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """An input or output of passes.
+    """One input or output of passes.
 
     Attributes:
-        name: its key.
+        name: key in the dict of arrays.
         axes: names of its axes, as in jaxtyping's annotations; empty for a scalar.
-        dtype: None is the model's.
-        kept: it belongs to a request and goes from pass to pass, on the device if something keeps it there.
+        dtype: dtype of the array; None for the model's.
+        kept: whether it is state of a request, which goes from pass to pass and may stay on the device.
     """
 
     name: str
@@ -33,10 +33,11 @@ class Field:
     kept: bool = False
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape for these sizes of the axes."""
         return tuple(sizes[axis] for axis in self.axes.split())
 
     def struct(self, sizes: Sizes, dtype: Any) -> jax.ShapeDtypeStruct:
-        """The abstract array; ``dtype`` is the model's."""
+        """The abstract array for these sizes; ``dtype`` is the model's."""
         return jax.ShapeDtypeStruct(self.shape(sizes), dtype if self.dtype is None else self.dtype)
 
 
@@ -45,25 +46,25 @@ FIELDS = {
     for field in (
         # Which requests, and where their rows are.
         Field("page_table", "B W"),
-        Field("slots", "B"),  # index of each request's state, where the device keeps it
-        Field("active", "B"),  # 0 is padding
-        Field("lens", "B", kept=True),  # rows cached
+        Field("slots", "B"),  # index of each request's state on the device
+        Field("active", "B"),  # 1, or 0 for padding
+        Field("lens", "B", kept=True),  # cached rows of each request
         # Prompts.
         Field("prompt_tokens", "T"),
-        Field("seq_lens", "B"),  # tokens up to the end of this part
-        Field("q_lens", "B"),  # of this part; 0 is padding
-        Field("next_tokens", "T"),  # after each row; -1 after the last of a prompt, which is ``sampled``
+        Field("seq_lens", "B"),  # tokens up to the end of this prefill chunk
+        Field("q_lens", "B"),  # tokens of this prefill chunk; 0 for padding
+        Field("next_tokens", "T"),  # token after each row; -1 after a prompt's last: ``sampled`` has it
         Field("sampled", "B"),
         Field("prompt_hidden", "T dim", None),
         # Tokens.
-        Field("tokens", "B", kept=True),  # the last of each request, whose row is not cached yet
+        Field("tokens", "B", kept=True),  # last token of each request, whose row is not cached yet
         Field("temperature", "B", jnp.float32, kept=True),
         Field("top_k", "B", kept=True),
         Field("top_p", "B", jnp.float32, kept=True),
         Field("seed", "B", jnp.uint32, kept=True),
         # Drafts.
         Field("drafts", "B nodes", kept=True),
-        Field("hidden", "B width dim", None, kept=True),  # of the draft layer, which the next drafts come from
+        Field("hidden", "B width dim", None, kept=True),  # draft layer's states that the next drafts come from
         Field("step", ""),
         Field("num_drafted", ""),
         Field("emitted", "B path"),
@@ -72,7 +73,7 @@ FIELDS = {
     )
 }
 SAMPLING = ("temperature", "top_k", "top_p", "seed")  # options of ``sampling.sample``
-INVALID_TOKEN = -2  # in place of the token after a row whose logits are not all finite; in ``emitted``, -1 is none
+INVALID_TOKEN = -2  # stands for the token of logits that are not all finite; in ``emitted``, -1 is no token
 KEPT = tuple(name for name, field in FIELDS.items() if field.kept)
 
 
@@ -82,5 +83,5 @@ def structs(names: Iterable[str], sizes: Sizes, dtype: Any) -> Arrays:
 
 
 def zeros(names: Iterable[str], sizes: Sizes, dtype: Any) -> Arrays:
-    """Arrays of fields on the host: padding, and greedy sampling."""
+    """Zeros on the host for these fields: padding requests, and greedy sampling."""
     return {name: np.zeros(s.shape, s.dtype) for name, s in structs(names, sizes, dtype).items()}

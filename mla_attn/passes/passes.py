@@ -1,4 +1,4 @@
-"""Whole-model passes, one a mode, over padded arrays: what is compiled ahead of time and run by the engine.
+"""The passes of a model: one for each mode, compiled ahead of time and run by the engine.
 
 Every pass is a pure function ``(state, pools, inputs) -> (outputs, pools)`` of the model's arrays, the pools of its
 cache groups and a dict of fields (``mla_attn.passes.fields``); metadata is built inside. Requests with ``q_lens`` (or
@@ -25,11 +25,11 @@ from mla_attn.speculative import DraftTree
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Ladders and static sizes that the passes are compiled for.
+    """Ladders of shapes, and static sizes, that the passes are compiled for.
 
     Attributes:
         batches: ladder of request counts B.
-        prompt_rows: ladder of prompt tokens T in one pass, all requests together.
+        prompt_rows: ladder of prompt tokens T of one pass, all requests together.
         table_width: pages per request W.
         page_size: tokens per page P.
         max_len: most tokens of a request.
@@ -46,14 +46,14 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass, before it is compiled.
+    """A pass before it is compiled.
 
     Attributes:
-        name: of its mode, shown in progress, warnings and profiles.
+        name: its mode, shown in progress, warnings and profiles.
         fn: the pure function.
-        inputs: the fields it takes.
-        sizes: of their axes, but for B and T.
-        given: those of its inputs that begin a request: the host has them, though they are kept.
+        inputs: names of the fields it takes.
+        sizes: sizes of their axes, but for B and T.
+        given: kept fields among the inputs that the host gives, because the request begins with this pass.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Passes:
     """The passes of one model as ``Buckets``, each built when it is first asked for. ``DraftPasses`` adds those that
     draft and verify.
 
-    Programs: one for each pass and batch size; of passes over prompts, for each number of rows too.
+    There is a program for each pass and batch size, and in passes over prompts for each number of rows too.
 
     Args:
-        model: whose arrays become ``state``, which every pass takes.
-        shapes: what to compile for.
-        implementation: of the attention ops; None picks.
+        model: the model; its arrays become ``state``, which every pass takes.
+        shapes: shapes to compile for.
+        implementation: implementation of the attention ops; None picks.
         wrap: applied to every pass before it is compiled.
     """
 
@@ -97,7 +97,7 @@ class Passes:
         self._implementation, self._wrap = implementation, wrap
 
     def replacement(self, model_or_state: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Another model's arrays in place of ``state``: that model, and what ``state`` becomes.
+        """Checks another model's arrays; returns that model, and what ``state`` becomes with its arrays.
 
         Raises:
             ValueError: parameters, shapes or dtypes differ, by name, or the model is built otherwise.
@@ -124,7 +124,7 @@ class Passes:
 
     @functools.cached_property
     def extend(self) -> Buckets:
-        """Parts of prompts, after what is cached of them."""
+        """Prefill chunks, after what is cached of their prompts."""
         return self._prompt("extend")
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class Passes:
         given: tuple[str, ...] = (),
         **sizes: int,
     ) -> Buckets:
-        """The programs of a pass, for every batch size and, over prompts, every number of rows."""
+        """The ``Buckets`` of a pass: every batch size and, over prompts, every number of rows."""
         made = self._wrap(Pass(name, fn, inputs, {**self.sizes, **sizes}, given))
         shapes = self.shapes
         ladder = [{"B": batch} for batch in shapes.batches]
@@ -152,17 +152,19 @@ class Passes:
         return self.buckets_class(name, made.fn, rungs)
 
     def model(self, state: Any) -> Any:
+        """The model with the arrays of ``state``."""
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._structure, state))
 
     def run(self, model: CausalLM, tokens, pools: Pools, m: md.AttentionMetadata, **options):
-        """The model over all its cache groups, which share one page table."""
+        """Runs the model over all its cache groups, which share one page table."""
         return model(tokens, pools, self.by_group(m), **options, implementation=self._implementation)
 
     def run_draft(self, model: CausalLM, hidden, tokens, pools: Pools, m: md.AttentionMetadata, **options):
-        """The draft layer likewise."""
+        """Runs the draft layer likewise."""
         return model.draft(hidden, tokens, pools, self.by_group(m), **options, implementation=self._implementation)
 
     def by_group(self, m: md.AttentionMetadata) -> Metadata:
+        """The same metadata for every cache group."""
         return dict.fromkeys(self._groups, m)
 
     def pick(self, logits, positions, x: Arrays):
@@ -175,16 +177,17 @@ class Passes:
         return jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, INVALID_TOKEN)
 
     def targets(self, state: Any, logits, positions, x: Arrays, tree: DraftTree):
-        """The target's own token after each row of a verify pass, int32 [B, S], which drafts are judged by."""
+        """The target's own token after each row of a verify pass, int32 [B, S]: a draft is accepted if it equals it."""
         return self.pick(logits, positions, x)
 
     def prompt_metadata(self, x: Arrays, rows: int) -> md.AttentionMetadata:
+        """Metadata of prefill chunks packed in ``rows`` rows."""
         lens = x["seq_lens"], x["q_lens"]
         return md.for_extend(x["page_table"], *lens, max_q_len=rows, num_rows=rows, **self.layout)
 
     def _prompt(self, mode: str) -> Buckets:
         def prompt(state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-            """Prompt parts: the token after each request's last row, and all hidden states."""
+            """Runs prefill chunks: the token after each request's last row, and all hidden states."""
             model, m = self.model(state), self.prompt_metadata(x, x["prompt_tokens"].shape[0])
             hidden, pools = self.run(model, x["prompt_tokens"], pools, m, mode=mode)
             tokens = self.pick(model.logits(last_rows(hidden, m)), x["seq_lens"] - 1, x)
@@ -194,7 +197,7 @@ class Passes:
         return self.buckets(mode, prompt, inputs, prompts=True, given=SAMPLING)
 
     def _decode(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """``lens`` counts the cached tokens before and after."""
+        """Runs one token per request; ``lens`` counts cached rows, as input before this call and as output after it."""
         model, lens = self.model(state), x["lens"] + x["active"]
         m = md.for_decode(x["page_table"], lens * x["active"], **self.layout)
         hidden, pools = self.run(model, x["tokens"], pools, m, mode="decode")
@@ -202,7 +205,7 @@ class Passes:
 
 
 def _check_parameter(name: str, old: Any, new: Any) -> None:
-    """ValueError unless two parameters that may be absent can take each other's place."""
+    """Raises ValueError unless parameter ``new`` can take the place of ``old``; either may be absent."""
     kinds = [_kind(parameter) for parameter in (new, old)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"model_or_state has {kinds[0]} at {name!r}, must be {kinds[1]}")
@@ -218,6 +221,6 @@ def _kind(parameter: Any) -> str:
 
 
 def last_rows(hidden, metadata: md.AttentionMetadata):
-    """The last row of each request; an arbitrary one where it has none."""
+    """The last row of each request; some other row where it has none."""
     rows = jnp.clip(metadata.q_starts + metadata.q_lens - 1, 0, hidden.shape[0] - 1)
     return hidden[rows]

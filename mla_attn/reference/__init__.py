@@ -1,1 +1,1 @@
-"""The specification: float32, dense, no tricks. Every implementation is tested against it."""
+"""The reference implementation, which is the specification: float32, dense, no tricks. Others are tested against it."""

@@ -1,4 +1,4 @@
-"""Attention as a specification: float32, every score at once, no tricks."""
+"""Dense attention, the specification of all ops: float32, every score at once, no tricks."""
 
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -16,7 +16,7 @@ def attend(
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B S H"]]:
     """Softmax attention of dense blocks and its log-sum-exp; rows that see no key give 0 and -inf."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    # A key no row sees may hold anything, and 0 * NaN is NaN.
+    # A key that no row sees may hold NaN, and 0 * NaN is NaN.
     seen = visible.any(axis=1)[:, :, None, None]
     k, v = jnp.where(seen, k, 0.0), jnp.where(seen, v, 0.0)
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -25,11 +25,11 @@ def attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible[:, :, None, :], scores, -jnp.inf)
     m = scores.max(axis=-1, keepdims=True)
-    m = jnp.where(jnp.isneginf(m), 0.0, m)  # no key: -inf - -inf would be NaN
+    m = jnp.where(jnp.isneginf(m), 0.0, m)  # without a visible key -inf - -inf would be NaN
     p = jnp.exp(scores - m)
     l = p.sum(axis=-1, keepdims=True)
     acc = jnp.einsum("bshm,bmhv->bshv", p, v, precision=Precision.HIGHEST)
-    filled = l != 0  # NaN is not empty
+    filled = l != 0  # a sum of NaN is not an empty row
     l = jnp.where(filled, l, 1.0)
     return jnp.where(filled, acc / l, 0.0), jnp.where(filled, m + jnp.log(l), -jnp.inf)[..., 0]
 
@@ -64,7 +64,7 @@ def visible_keys(
 def to_blocks(
     rows: Float[Array, "T *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], length: int
 ) -> Float[Array, "B S *rest"]:
-    """Packed rows to a dense block per request; positions past its length are zero."""
+    """Unpacks rows to a dense block per request, zero past its length."""
     if rows.shape[0] == 0:
         return jnp.zeros((starts.shape[0], length, *rows.shape[1:]), rows.dtype)
     offset = jnp.arange(length, dtype=jnp.int32)[None]
@@ -76,7 +76,7 @@ def to_blocks(
 def to_rows(
     block: Float[Array, "B S *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], num_rows: int, fill: float
 ) -> Float[Array, "T *rest"]:
-    """The inverse of ``to_blocks``; rows nobody owns hold ``fill``."""
+    """Packs dense blocks to rows, the inverse of ``to_blocks``; rows that no request owns hold ``fill``."""
     offset = jnp.arange(block.shape[1], dtype=jnp.int32)[None]
     target = starts[:, None] + offset
     owned = (starts[:, None] >= 0) & (offset < lens[:, None])

@@ -1,4 +1,4 @@
-"""Rows of each group times the group's own matrix, the specification."""
+"""The specification of ``grouped_matmul``: rows of each group times the group's own matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from mla_attn.varying import vary_together
 
 
 def grouped_matmul(rows, weights, sizes):
-    """float32 [M, N]: all rows times one matrix after the other, and of those the row's own; 0 for rows of none."""
+    """Multiplies all rows by one matrix after the other, and keeps the own product of each: float32 [M, N]."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
 
@@ -20,6 +20,6 @@ def grouped_matmul(rows, weights, sizes):
         product = jnp.matmul(x, matrix.astype(jnp.float32), precision=Precision.HIGHEST)
         return total + jnp.where(own, product, 0.0), None
 
-    # A loop over groups: the products of all, [E, M, N], would be gigabytes for a model's experts.
+    # A loop over groups: all products at once, [E, M, N], would be gigabytes for a model's experts.
     total = vary_together(jnp.zeros((rows.shape[0], weights.shape[2]), jnp.float32), like=(rows, weights, sizes))
     return jax.lax.scan(add_group, total, (weights, ends, sizes))[0]

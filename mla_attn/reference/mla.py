@@ -1,4 +1,4 @@
-"""Absorbed multi-head latent attention over a paged cache, the specification (DeepSeek-V2, arXiv:2405.04434)."""
+"""The specification of ``mla_attention``: absorbed MLA over a paged cache (DeepSeek-V2, arXiv:2405.04434)."""
 
 import jax.numpy as jnp
 
@@ -7,8 +7,8 @@ from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 
 def mla_attention(q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, causal, batch_invariant, out_dtype):
-    """``(out [T, H, R], lse float32 [T, H])``: gathers every key that a table has room for."""
-    del batch_invariant  # refused before
+    """Gathers every key that a page table has room for, and attends: ``(out [T, H, R], lse float32 [T, H])``."""
+    del batch_invariant  # the dispatcher refuses True
     m = metadata
     slots = m.page_table.shape[1] * pool.page_size
     latent, rope = read_latent(pool, m.page_table, jnp.zeros_like(m.kv_lens), slots, layer=layer)

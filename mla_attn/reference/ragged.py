@@ -1,4 +1,4 @@
-"""Attention over packed, unpaged keys and values, the specification."""
+"""The specification of ``ragged_attention``: attention over packed, unpaged keys and values."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 
 def ragged_attention(q, k, v, metadata, *, scale, causal, window, soft_cap, out_dtype):
-    """``(out [T, H, V], lse float32 [T, H])``."""
+    """Attends block by block: ``(out [T, H, V], lse float32 [T, H])``."""
     m = metadata
     positions = jnp.arange(m.max_kv_len, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, (m.kv_lens.shape[0], m.max_kv_len))

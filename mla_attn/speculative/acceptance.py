@@ -1,4 +1,4 @@
-"""Which drafts the target model accepts. Device arrays throughout: no round trip to the host."""
+"""Which drafts of a chain the target model accepts, on the device: nothing goes to the host."""
 
 import dataclasses
 
@@ -14,8 +14,8 @@ from mla_attn.checks import as_int32, check_array, check_type
 class Acceptance:
     """Outcome of one verify step.
 
-    *Accepted drafts* and *emitted tokens* differ by one: each step also emits the target's own token after the last
-    accepted draft, the correction (or, when all drafts were right, the bonus).
+    A step emits one token more than it accepts drafts: the target's own token after the last accepted draft, which is
+    the correction or, when all drafts were right, the bonus.
 
     Attributes:
         accepted_drafts: int32 [B], 0 to K.
@@ -31,12 +31,15 @@ class Acceptance:
 
 
 def accept_greedy(drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_lens: Int[Array, "B"]) -> Acceptance:
-    """Accept drafts as long as they equal the target's greedy tokens (arXiv:2211.17192 at temperature 0).
+    """Accepts drafts as long as they equal the target's greedy tokens (arXiv:2211.17192 at temperature 0).
 
     Args:
         drafts: drafted tokens; -1 is no draft and is never accepted.
         targets: greedy token of the target after each row (anchor first), [B, K + 1].
         q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
+
+    Raises:
+        ValueError: a wrong shape or dtype.
     """
     drafts, targets = as_int32("drafts", drafts), as_int32("targets", targets)
     q_lens = as_int32("q_lens", q_lens)
@@ -62,7 +65,8 @@ def accept_sampled(
     target_probs: Float[Array, "B tokens vocab"],
     q_lens: Int[Array, "B"],
 ) -> Acceptance:
-    """Speculative sampling (arXiv:2211.17192, algorithm 1): the emitted tokens are distributed as the target's.
+    """Accepts drafts by speculative sampling (arXiv:2211.17192, algorithm 1): emitted tokens are distributed as the
+    target's.
 
     Draft d is accepted with probability ``min(1, p(d) / q(d))``; the first one that is not is replaced by a token drawn
     from ``max(p - q, 0)``, normalised. When all are accepted the bonus token is drawn from p.
@@ -75,6 +79,9 @@ def accept_sampled(
             (greedy or top-k drafts), so that q is one at the draft and zero elsewhere.
         target_probs: p after each row (anchor first), [B, K + 1, vocab].
         q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
+
+    Raises:
+        ValueError: a wrong shape or dtype.
     """
     drafts, q_lens = as_int32("drafts", drafts), as_int32("q_lens", q_lens)
     batch, count = drafts.shape

@@ -1,8 +1,8 @@
-"""Draft trees: their shape, their masks, and the path the target model accepts.
+"""Draft trees: their shape, their masks, and the path that the target model accepts.
 
 Row 0 of a request is the anchor, the last emitted token; the other rows are drafts, parents before children. Row i of
-the verify call is cached at position ``prefix + i``; its position (for rotary embeddings) is ``prefix + depth``. The
-accepted path is then brought into place by ``move_rows``.
+the verify call is cached as key index ``prefix + i``, and its position for rotary embeddings is ``prefix + depth``.
+Afterwards ``move_rows`` brings the rows of the accepted path next to each other.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from mla_attn.varying import vary_together
 
 @dataclasses.dataclass(frozen=True)
 class DraftTree:
-    """A tree in which every node at depth d has ``widths[d]`` children; all widths 1 is a chain of drafts.
+    """The shape of a tree in which every node at depth d has ``widths[d]`` children; widths of 1 make a chain.
 
     Nodes are numbered level by level, the anchor first, children of one parent side by side, likeliest first.
     """
@@ -36,7 +36,7 @@ class DraftTree:
 
     @classmethod
     def parse(cls, text: str) -> "DraftTree":
-        """From "3x2x1": three drafts after the anchor, two after each of them, one after each of those."""
+        """Reads "3x2x1" as three drafts after the anchor, two after each of them, and one after each of those."""
         parts = text.split("x") if isinstance(text, str) else [""]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             raise ValueError(f"tree {text!r} must be widths of at least 1 joined by x, as 3x2x1")
@@ -44,16 +44,17 @@ class DraftTree:
 
     @classmethod
     def chain(cls, num_drafts: int) -> "DraftTree":
-        """``num_drafts`` drafts one after the other."""
+        """A chain: ``num_drafts`` drafts one after the other."""
         return cls((1,) * check_integer("num_drafts", num_drafts, 1))
 
     @property
     def depth(self) -> int:
-        """Most drafts that can be accepted."""
+        """Levels of drafts: the most that can be accepted."""
         return len(self.widths)
 
     @property
     def is_chain(self) -> bool:
+        """Whether every node has one child at most."""
         return max(self.widths) == 1
 
     @functools.cached_property
@@ -82,12 +83,12 @@ class DraftTree:
 
     @functools.cached_property
     def depths(self) -> np.ndarray:
-        """int32 [S], drafts between each node and the anchor, itself included."""
+        """int32 [S], depth of each node: 0 for the anchor."""
         return np.repeat(np.arange(self.depth + 1, dtype=np.int32), self.level_sizes)
 
     @functools.cached_property
     def mask(self) -> np.ndarray:
-        """bool [S, S]: node i sees node j if j is i or an ancestor of it."""
+        """bool [S, S], the tree mask: node i sees node j if j is i or an ancestor of it."""
         mask = np.eye(self.size, dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -96,7 +97,7 @@ class DraftTree:
 
 
 def mask_of_parents(parents: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
-    """The mask of trees that differ by request: row i sees itself and its ancestors.
+    """Tree masks of trees that differ by request: row i sees itself and its ancestors.
 
     Args:
         parents: parent row of each row, always before it; -1 for the anchor and for rows that are not there.
@@ -115,8 +116,10 @@ def mask_of_parents(parents: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrunedTree:
-    """Trees cut to a budget, each request its own: ``tokens``, ``parents``, ``depths`` int32 [B, S]; rows that are not
-    there hold token -1, parent -1 and depth 0."""
+    """Trees cut to a budget, one for each request: ``tokens``, ``parents``, ``depths``, int32 [B, S].
+
+    Rows that a request does not have hold token -1, parent -1 and depth 0.
+    """
 
     tokens: Int[Array, "B S"]
     parents: Int[Array, "B S"]
@@ -126,14 +129,14 @@ class PrunedTree:
 def prune(
     tokens: Int[Array, "B nodes"], log_probs: Float[Array, "B nodes"], tree: DraftTree, *, budget: int
 ) -> PrunedTree:
-    """Keep the anchor and the ``budget`` likeliest drafts of a full tree (EAGLE-2, arXiv:2406.16858, section 4.2).
+    """Keeps the anchor and the ``budget`` likeliest drafts of a full tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
     A draft's likelihood is the product of the draft model's probabilities on its path. It never exceeds its parent's,
     and of equals the earlier node wins, so ancestors are kept with their descendants.
 
     Args:
-        tokens: of all nodes, the anchor first; -1 for drafts that are not there.
-        log_probs: of each draft given its parent; the anchor's is ignored.
+        tokens: tokens of all nodes, the anchor first; -1 for drafts that are not there.
+        log_probs: log-probability of each draft given its parent; the anchor's is ignored.
         tree: shape of the full tree.
         budget: drafts to keep, 1 to ``tree.size - 1``.
     """
@@ -144,7 +147,7 @@ def prune(
         nodes = slice(tree.level_starts[level], tree.level_starts[level] + tree.level_sizes[level])
         path = path.at[:, nodes].add(path[:, tree.parents[nodes]])
     order = jnp.argsort(-path.at[:, 0].set(jnp.inf), axis=1, stable=True)[:, : budget + 1]
-    kept = jnp.sort(order, axis=1)  # numbered level by level still: parents before children
+    kept = jnp.sort(order, axis=1)  # still numbered level by level: parents before children
     there = jnp.take_along_axis(path, kept, axis=1) > -jnp.inf
     place = jnp.zeros(tokens.shape, jnp.int32)
     place = jax.vmap(lambda p, k: p.at[k].set(jnp.arange(budget + 1, dtype=jnp.int32)))(place, kept)
@@ -165,7 +168,7 @@ def accept_tree(
     *,
     max_depth: int,
 ) -> tuple[Acceptance, Int[Array, "B depth"]]:
-    """Follow the target's tokens from the anchor down the tree as long as a child holds them (arXiv:2305.09781).
+    """Follows the target's tokens from the anchor down the tree as long as a child holds them (arXiv:2305.09781).
 
     With ``targets`` the target's greedy tokens, the result is greedy decoding. With ``targets`` drawn from the target's
     distribution at each row it is sampling from the target, exactly, because drafts are points: a child is taken with
@@ -212,11 +215,11 @@ def accept_tree(
 def path_moves(
     slots: Int[Array, "B S"], path: Int[Array, "B depth"]
 ) -> tuple[Int[Array, "moves"], Int[Array, "moves"]]:
-    """Arguments ``src, dst`` of ``move_rows`` that bring the rows of an accepted path next to each other.
+    """Makes ``src, dst`` of the ``move_rows`` that brings the rows of an accepted path next to each other.
 
     Args:
-        slots: where the verify call wrote each row.
-        path: accepted rows of ``accept_tree``.
+        slots: slot of each row of the verify call.
+        path: accepted rows, from ``accept_tree``.
     """
     slots, path = as_int32("slots", slots), as_int32("path", path)
     src = jnp.where(path >= 0, jnp.take_along_axis(slots, jnp.maximum(path, 0), axis=1), -1)

@@ -1,11 +1,11 @@
-"""Rows of each group times the group's own matrix, as XLA's ``ragged_dot``."""
+"""``grouped_matmul`` as XLA's ``ragged_dot``."""
 
 import jax
 import jax.numpy as jnp
 
 
 def grouped_matmul(rows, weights, sizes):
-    """float32 [M, N]."""
+    """Rows of each group times the group's own matrix: float32 [M, N]."""
     # GPUs multiply float32 in TF32 unless told otherwise.
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.ragged_dot(rows, weights, sizes, precision=precision, preferred_element_type=jnp.float32)

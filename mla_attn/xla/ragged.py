@@ -1,4 +1,4 @@
-"""Attention over packed, unpaged keys and values in plain JAX: bounded memory, runs anywhere."""
+"""``ragged_attention`` in plain JAX: attention over packed, unpaged keys and values, blockwise."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ from mla_attn.xla.blockwise import Batch, Config, Rules, blockwise_attention, by
 
 
 def ragged_attention(q, k, v, metadata, *, scale, causal, window, soft_cap, out_dtype, config: Config | None = None):
-    """``(out [T, H, V], lse float32 [T, H])``; products in the keys' dtype, sums in float32.
+    """Attends: ``(out [T, H, V], lse float32 [T, H])``; products in the keys' dtype, sums in float32.
 
     ``config`` says how work is cut; by platform if None.
     """

@@ -1,7 +1,7 @@
-"""What one writes first in JAX: gather every table slot of every request, then one softmax over all of them.
+"""The baseline, what one writes first in JAX: gather all keys that the page tables have room for, then one softmax.
 
-Correct, poison included, and in the pool's dtype with float32 sums, but its time and memory follow the width of the
-page table, not the tokens there are: it materializes ``[B, W * P, C]`` rows and ``[B, S, H, W * P]`` scores.
+It is correct, poison included, and computes in the pool's dtype with float32 sums. But its time and memory follow the
+width of the page table, not the tokens: it materializes ``[B, W * P, C]`` rows and ``[B, S, H, W * P]`` scores.
 """
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ NAME = "dense-gather"
 
 
 def dense_gather(q_latent, q_rope, pool, metadata, spec, *, layer):
-    """``(out [T, H, R], lse float32 [T, H])`` of a dense block of S causal rows per request."""
+    """Attends with a dense block of S causal rows per request: ``(out [T, H, R], lse float32 [T, H])``."""
     m = metadata
     batch, width = m.page_table.shape
     pages = pool.placement.physical_pages(jnp.clip(m.page_table, 0, pool.num_pages - 1), layer)

@@ -1,4 +1,4 @@
-"""``mla-attn bench ops``."""
+"""``mla-attn bench ops``: its options, and their checks."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from mla_attn.dispatch import NAMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Options of ``mla-attn bench ops``."""
     parser.description = f"Check and time MLA implementations. A shape is {GRAMMAR}"
     parser.set_defaults(run=main)
     add = parser.add_argument
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Exit status: 1 if an implementation is wrong or fails, else 0."""
+    """Runs the benchmark. Exit status: 1 if an implementation is wrong or fails, else 0."""
     if options.list:
         print(GRAMMAR)
         for name, texts in SETS.items():

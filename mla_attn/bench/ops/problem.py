@@ -1,4 +1,4 @@
-"""One call with its buffers, poisoned where nothing may be read, and the judgement of a result."""
+"""One call with its buffers, NaN where nothing may be read, and the check of its result."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ ROTATED_BYTES = {"gpu": 2**30, "cpu": 2**29}
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A pool of some layers, the metadata of one call over any of them, and its queries; arrays on the device."""
+    """A pool of several layers, the metadata of one call over any of them, and its queries; arrays on the device."""
 
     shape: Shape
     spec: MLASpec
@@ -30,12 +30,12 @@ class Problem:
 
     @property
     def arguments(self):
-        """All of a call's arguments but the layer."""
+        """All arguments of the call but the layer."""
         return self.q_latent, self.q_rope, self.pool, self.metadata
 
 
 def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtype, seed: int) -> Problem:
-    """Fresh normal data over shuffled pages; NaN in free pages and past the lengths, hostile ids in table tails."""
+    """Makes normal data over shuffled pages; NaN in free pages and past the lengths, hostile ids in table tails."""
     rng, kv_lens = np.random.default_rng(seed), np.array(shape.kv_lens)
     held, width = -(-kv_lens // page_size), shape.table_width(page_size)
     num_pages = int(held.sum()) + 3
@@ -62,7 +62,7 @@ def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtyp
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _fill(key, seen, layers, channels, dtype):
-    """[layers * N, P, C]: a layer has the rows of the one before, a page further on: random bits for one layer."""
+    """Pool data [layers * N, P, C]. One layer is drawn; each further one has its rows, moved on by a page."""
     rows = jax.random.normal(key, (*seen.shape, channels), dtype)
     poison = jnp.array(jnp.nan, dtype)
 
@@ -81,19 +81,19 @@ def _metadata(shape: Shape, table, kv_lens, page_size: int) -> AttentionMetadata
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What some rows of a call must give."""
+    """The right results of some rows of a call."""
 
-    rows: np.ndarray  # which
+    rows: np.ndarray  # [rows], numbers of the rows
     out: np.ndarray  # [rows, H, R]
     lse: np.ndarray  # [rows, H]
     v_max: np.ndarray  # [rows], largest |v| among the keys that all rows of the request see
 
 
 def expected(problem: Problem, layer: int) -> Expected:
-    """What the longest, the shortest, the first and the last request of ``problem`` give in ``layer``.
+    """The right results of the longest, the shortest, the first and the last request of ``problem`` in ``layer``.
 
-    By the reference implementation with the heads one by one, which share the gathered rows: a few requests' rows in
-    float32 is all the memory it takes.
+    They come from the reference implementation, head by head over the same gathered rows, so that a few requests' rows
+    in float32 are all the memory it takes.
     """
     shape, pool, spec = problem.shape, problem.pool, dataclasses.replace(problem.spec, num_heads=1)
     kv_lens, q_len = np.array(shape.kv_lens), shape.q_len
@@ -119,7 +119,7 @@ def expected(problem: Problem, layer: int) -> Expected:
 
 
 def errors(got: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
-    """Largest errors over rows and heads of ``(out, lse)`` as shares of their tolerances: above 1 is wrong.
+    """The largest errors over rows and heads of ``(out, lse)``, as shares of their tolerances: above 1 is wrong.
 
     The tolerances, for bfloat16 (float32): largest error of a row ``2**-8 (1e-5) * (|v| max + |out| max)``, relative
     L2 error ``4e-3``, one minus the cosine ``5e-6`` (both scaled alike), error of the lse ``1e-5 + 1e-5 * |lse|``.

@@ -1,4 +1,4 @@
-"""Runs shapes and implementations side by side, and reports."""
+"""Checks and times implementations side by side on every shape, and makes the report."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ _SUSTAINED_SECONDS = 1.0
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """One implementation on one shape; None where nothing was measured. ``reason`` says why."""
+    """Figures of one implementation on one shape; None where nothing was measured, and ``reason`` says why."""
 
     shape: str
     implementation: str
@@ -59,22 +59,24 @@ class Result:
 
 
 class _WrongError(Exception):
-    pass
+    """A result is not the right one; the message says how."""
 
 
 @dataclasses.dataclass
 class _Candidate:
+    """An implementation that was right, compiled and ready to be timed."""
+
     result: Result
     arguments: tuple
     compiled: Callable
     chained: Callable
-    calls: int  # of a chain
-    burst: int  # chains, where the host's clock is looked at
+    calls: int  # calls per chain
+    burst: int  # chains between two looks at the host's clock
     wall: list[float] = dataclasses.field(default_factory=list)
 
 
 def default_implementations() -> list[str]:
-    """Whatever serves an ordinary call here unasked, and the baseline."""
+    """Every implementation that supports an ordinary call here without being named, and the baseline."""
     answers = supports("mla_attention")
     return [name for name, refusal in answers.items() if name != "reference" and refusal is None] + [baseline.NAME]
 
@@ -91,9 +93,19 @@ def run(
     seed: int,
     save: Callable[[dict], None] = lambda report: None,
 ) -> dict:
-    """The report as JSON holds it: machine, configuration, ceilings, and a result per shape and implementation.
+    """Runs the benchmark; returns the report as JSON holds it: machine, configuration, ceilings, and a ``Result`` for
+    each shape and implementation.
 
-    ``save`` is given the report so far after every shape.
+    Args:
+        shapes: calls to time.
+        implementations: names, of ``dispatch.NAMES`` or the baseline's.
+        page_size: tokens per page.
+        dtype: of pool and queries, by name.
+        latent: latent and rope channels.
+        repeats: timed chains, and profiles, of which the median counts.
+        unroll: whether chains are unrolled.
+        seed: of all data.
+        save: called with the report so far after every shape.
     """
     configuration = {
         "implementations": list(implementations),
@@ -166,7 +178,7 @@ def _call(name: str, spec: MLASpec):
 
 
 def _planned(problem: Problem, name: str) -> tuple:
-    """The arguments of a call, with the work list that a step makes once for all its layers."""
+    """Arguments of a call, with the work list that a step makes once for all its layers."""
     q_latent, q_rope, pool, metadata = problem.arguments
     if name == baseline.NAME:
         return problem.arguments
@@ -175,7 +187,11 @@ def _planned(problem: Problem, name: str) -> tuple:
 
 
 def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> _Candidate:
-    """Compile and check; ``_WrongError`` for what is wrong, which hence is not timed."""
+    """Compiles and checks an implementation.
+
+    Raises:
+        _WrongError: its result is wrong, so it is not timed.
+    """
     call, layers = _call(result.implementation, problem.spec), problem.pool.num_layers
     arguments, last_layer = _planned(problem, result.implementation), jnp.int32(layers - 1)
     compiled = jax.jit(call).lower(*arguments, last_layer).compile()
@@ -196,6 +212,7 @@ def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> 
 
 
 def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
+    """Fills in the figures of a candidate whose chains have been timed."""
     result, layers = candidate.result, [jnp.int32(i) for i in range(problem.pool.num_layers)]
     result.wall_us, result.wall_range_us = statistics.median(candidate.wall), (min(candidate.wall), max(candidate.wall))
     if jax.default_backend() == "cpu":
@@ -216,7 +233,7 @@ def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
 
 
 def _kernels(candidate: _Candidate, layers, repeats: int) -> dict[str, tuple[float, float]]:
-    """The median of ``repeats`` profiles, by the time of all kernels."""
+    """Kernels of a call, from the median of ``repeats`` profiles by the time of all kernels."""
 
     def calls():
         outs = [candidate.compiled(*candidate.arguments, layers[i % len(layers)]) for i in range(_PROFILED_CALLS)]

@@ -1,4 +1,4 @@
-"""Shapes of calls: how they are written, and the work that none of them can do without."""
+"""Shapes of calls: how they are written, and the least operations and bytes of each."""
 
 import dataclasses
 import re
@@ -56,7 +56,7 @@ class Shape:
         return max(self.least_width, -(-max(self.kv_lens) // page_size))
 
     def flops(self, spec: MLASpec) -> int:
-        """Operations of both products: ``2 (C + R)`` for each head, query row and key that the row sees."""
+        """Operations of both products: ``2 (C + R)`` for each head, query row and visible key."""
         pairs = sum(kv * self.q_len - self.q_len * (self.q_len - 1) // 2 for kv in self.kv_lens)
         return 2 * (spec.latent_dim + spec.kv_lora_rank) * self.heads * pairs
 

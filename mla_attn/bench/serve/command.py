@@ -1,4 +1,4 @@
-"""``mla-attn bench serve``."""
+"""``mla-attn bench serve``: its options, the engine that they ask for, and its replays."""
 
 import argparse
 import dataclasses
@@ -27,11 +27,11 @@ from mla_attn.engine import Engine, SamplingParams
 from mla_attn.models import CausalLM, load_checkpoint, random_model
 from mla_attn.speculative import DraftTree
 
-_USUAL = 4  # times the mean: more are 0.1 % of the lengths at a spread of 0.5
+_USUAL = 4  # most tokens of a request, in means: 0.1 % of the lengths are longer at a spread of 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Options of ``mla-attn bench serve``."""
     parser.description = "Replay a synthetic trace of requests on the engine: throughput, latencies, a picture."
     parser.set_defaults(run=main)
     add = parser.add_argument
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A replay: most requests running at a time, what they ask for, and how often drafts are made to be right."""
+    """One replay: most requests running at a time, what they ask for, and how often drafts are made to be right."""
 
     max_batch: int
     load: Load
@@ -89,10 +89,10 @@ class Case:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table, or JSON. Exit status: 1 if a request was not served, else 0.
+    """Prints a table, or JSON. Exit status: 1 if a request did not get all its tokens, else 0.
 
-    Several batch sizes or kinds of drafts are replayed one after the other on one engine, a row each once it is there;
-    JSON then has ``results``, each as that of a single replay, and a file has those so far.
+    Several batch sizes or kinds of drafts are replayed one after the other on one engine, and each is printed as a row
+    once it is done. JSON then has a list ``results``; a file holds those so far.
     """
     cases = _cases(options)
     _check_engine(options)
@@ -116,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, results: list[dict], replayed: Replay, *, several: bool) -> None:
-    """The results so far: the last as a row, or the only one as a table; and all of them in files."""
+    """Prints the last result as a row, or the only one as a table, and writes all results so far to the files."""
     tell = say if options.json == "-" else functools.partial(print, flush=True)
     if several and len(results) == 1:
         tell(report.header(results[0]))
@@ -134,7 +134,7 @@ def _show(options: argparse.Namespace, results: list[dict], replayed: Replay, *,
 
 
 def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay, dict[str, int | float] | None]:
-    """The replay of a case, and what the device did in one more that is profiled, where it can be."""
+    """Replays a case; on a GPU profiles some steps of another replay too, for what the device did."""
     engine.max_running = case.max_batch
     if case.acceptance is not None:
         assert isinstance(engine, SimulatedEngine)
@@ -155,7 +155,7 @@ def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay
 def _engine(
     options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, *, max_len: int, num_pages: int
 ) -> Engine:
-    """One that serves all cases."""
+    """One engine for all cases."""
     batches = sorted({case.max_batch for case in cases})
     trees = dict.fromkeys(case.params.speculation for case in cases if case.params.speculation)
     simulated = any(case.acceptance is not None for case in cases)
@@ -174,7 +174,7 @@ def _engine(
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
-    """Of each batch size, of each kind of drafts: all of the same seed."""
+    """A case for each batch size and kind of drafts, all of the same seed."""
     batches = _numbers("max_batch", options.max_batch, int)
     seed = secrets.randbits(31) if options.seed is None else options.seed
     facts = {field.name: getattr(options, field.name) for field in dataclasses.fields(Load)} | {"seed": seed}
@@ -193,7 +193,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _drafting(options: argparse.Namespace) -> list[tuple[DraftTree | None, float | None]]:
-    """Draft trees, each with each of the probabilities that its drafts are right; None where they are not simulated."""
+    """Draft trees, each with every probability that its drafts are right; None where that is not simulated."""
     lengths = _numbers("speculate", options.speculate, int)
     if min(lengths) < 0:
         raise ValueError(f"speculate={min(lengths)} must be at least 0")
@@ -210,7 +210,7 @@ def _drafting(options: argparse.Namespace) -> list[tuple[DraftTree | None, float
 
 
 def _numbers[T: (int, float)](name: str, text: str, kind: type[T]) -> tuple[T, ...]:
-    """Of an option that may have several, with commas."""
+    """Values of an option that takes one, or several with commas between."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
@@ -218,7 +218,7 @@ def _numbers[T: (int, float)](name: str, text: str, kind: type[T]) -> tuple[T, .
 
 
 def _check_engine(options: argparse.Namespace) -> None:
-    """What the engine would refuse only after minutes of loading."""
+    """Refuses what the engine would refuse only after minutes of loading."""
     for name in ("num_pages", "page_size", "max_len", "step_prompt_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -260,7 +260,7 @@ def _report(
     max_len: int,
     num_pages: int,
 ) -> dict:
-    """All there is, as JSON holds it."""
+    """The report of a replay, as JSON holds it."""
     tree = case.params.speculation
     configuration = {
         "checkpoint": options.checkpoint,

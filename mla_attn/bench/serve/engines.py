@@ -11,7 +11,7 @@ from mla_attn.passes import Passes
 
 
 class _SimulatedPasses(Passes):
-    """Their state is the model's and a probability."""
+    """Passes whose state is the model's arrays and the probability that a draft is right."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -19,7 +19,7 @@ class _SimulatedPasses(Passes):
 
     def simulate(self, acceptance: float) -> None:
         weights = self.state[: self._structure.num_leaves]
-        self.state = (*weights, jnp.float32(acceptance))  # on the device: calls need not bring it there
+        self.state = (*weights, jnp.float32(acceptance))  # on the device, so that no call has to copy it there
 
     def model(self, state):
         return super().model(state[:-1])
@@ -29,7 +29,7 @@ class _SimulatedPasses(Passes):
         parents = tree.parents.tolist()
         child = np.array([parents.index(node) - 1 if node in parents else -1 for node in range(len(parents))])
         luck = jax.vmap(jax.vmap(_uniform, in_axes=(None, 0)))(x["seed"], positions)
-        # The first token that is no draft stands for one that was not foreseen.
+        # Where drafts are wrong, the target's token is the first one that was not drafted.
         ids = jnp.arange(len(parents), dtype=jnp.int32)
         drafted = (drafts[:, None] == ids[None, :, None]).any(axis=-1)
         unforeseen = jnp.argmin(drafted, axis=-1).astype(jnp.int32)[:, None]
@@ -38,16 +38,16 @@ class _SimulatedPasses(Passes):
 
 
 class SimulatedEngine(Engine):
-    """An engine whose verify passes do their work, then accept each draft with a probability, at first 0.
+    """An engine whose verify passes do all their work, then accept each draft with a given probability, at first 0.
 
-    Random weights draft no better than chance; so the speed at an acceptance that trained ones would reach can be
-    measured. The tokens mean nothing. Of the children of a node the first is the one that may be right.
+    Random weights draft no better than chance. This measures the speed at an acceptance that trained weights would
+    reach. The tokens mean nothing. Of the children of a node only the first may be accepted.
     """
 
     passes_class = _SimulatedPasses
 
     def simulate(self, acceptance: float) -> None:
-        """From now on, drafts are right with this probability; programs stay as they are."""
+        """Sets the probability that a draft is accepted; nothing is compiled again."""
         assert isinstance(self._passes, _SimulatedPasses)
         self._passes.simulate(acceptance)
 

@@ -1,4 +1,4 @@
-"""``mla-attn bench host``: the engine's own work, with passes that do nothing in place of the model's."""
+"""``mla-attn bench host``: times the engine's own work, with passes that do nothing in place of the model's."""
 
 import argparse
 import dataclasses
@@ -47,7 +47,7 @@ _TINY = {
 
 
 class _Nothing(Buckets):
-    """Chooses and pads like any, and gives the same zeros at each call."""
+    """Buckets that choose and pad like any, and give the same zeros at each call."""
 
     def _lower(self, index, state, pool):
         outputs, _ = jax.eval_shape(self._jitted, state, pool, self._rungs[index])
@@ -70,13 +70,13 @@ class HostEngine(Engine):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Steps of one kind.
+    """Figures of steps of one kind.
 
     Attributes:
         prompt: tokens of the prompt that is computed during them; 0 if requests decode alone.
         running: requests that decode.
         waiting: requests that wait for pages.
-        steps: that were timed.
+        steps: steps that were timed.
         mean, worst: milliseconds of this thread's processor time a step.
     """
 
@@ -89,8 +89,8 @@ class Row:
 
 
 def measure(prompts: Sequence[int] = PROMPTS) -> Iterator[Row]:
-    """Rows as they are measured: prompts alone, then beside requests that decode, then requests that decode while
-    others wait for pages."""
+    """Measures row by row: prompts alone, then beside requests that decode, then requests that decode while others wait
+    for pages."""
     for running in (0, BESIDE):
         for prompt in prompts:
             engine = _engine(running + 1, prompt + PAGE_SIZE)
@@ -124,7 +124,7 @@ def _engine(max_batch: int, max_len: int, *, num_pages: int | None = None, max_w
 
 
 def _decode(engine: HostEngine, running: int, *, new: int) -> None:
-    """Step until so many requests decode."""
+    """Steps until ``running`` requests decode."""
     for _ in range(running):
         engine.add_request([0], SamplingParams(max_new_tokens=new))
     while engine.statistics.waiting:
@@ -133,7 +133,7 @@ def _decode(engine: HostEngine, running: int, *, new: int) -> None:
 
 
 def _time(engine: HostEngine, steps: int) -> tuple[int, float, float]:
-    """How many steps, and what they take on average and at most, in milliseconds."""
+    """Number of steps, and the milliseconds that they take on average and at most."""
     taken = []
     for _ in range(steps):
         begin = time.thread_time()
@@ -147,7 +147,7 @@ def _tokens(count: int) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Options of ``mla-attn bench host``."""
     parser.description = "Time the engine's own work: steps whose passes do nothing, in this thread's processor time."
     parser.set_defaults(run=main)
     numbers = ",".join(map(str, PROMPTS))
@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table, or JSON. Exit status 0."""
+    """Prints a table, or JSON. Exit status 0."""
     try:
         prompts = [int(part) for part in options.prompt_tokens.split(",")]
     except ValueError:
@@ -183,7 +183,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def plot(rows: Sequence[Row], title: str, path: str | pathlib.Path) -> None:
-    """Host ms a step against the length of a prompt, alone and beside requests that decode."""
+    """Draws host ms per step against the length of a prompt, alone and beside requests that decode."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(8, 5), layout="constrained")).add_subplot(xscale="log")

@@ -1,4 +1,4 @@
-"""A trace of requests replayed on an engine, what they saw of it, and what the device did meanwhile."""
+"""Replays a trace of requests on an engine, and records what requests saw and what the device did."""
 
 import collections
 import dataclasses
@@ -19,17 +19,17 @@ _LONGEST_NAP = 0.01  # seconds; sleep() is exact to about a tenth of a milliseco
 
 @dataclasses.dataclass
 class Record:
-    """What a request saw; times in seconds after the replay's begin.
+    """What one request saw; times in seconds after the begin of the replay.
 
     Attributes:
-        arrival: as the trace has it: what the engine keeps waiting before it is added, waits too.
-        prompt_tokens: of its prompt.
+        arrival: the trace's arrival, so that waiting to be added to the engine counts as waiting.
+        prompt_tokens: tokens of its prompt.
         asked: tokens to generate.
         new_tokens: tokens that came.
-        outputs: that brought them.
-        first: when the first came.
-        last: when the last came.
-        finish_reason: of its last ``Output``.
+        outputs: outputs that brought them.
+        first: time of the first token.
+        last: time of the last token.
+        finish_reason: that of its last ``Output``.
     """
 
     arrival: float
@@ -43,6 +43,7 @@ class Record:
 
     @property
     def served(self) -> bool:
+        """Whether all tokens came."""
         return self.new_tokens == self.asked
 
     @property
@@ -51,7 +52,7 @@ class Record:
 
     @property
     def time_per_token(self) -> float | None:
-        """Mean between its tokens, None where there are fewer than two."""
+        """Mean time between its tokens; None if there are fewer than two."""
         if self.first is None or self.last is None or self.new_tokens < 2:
             return None
         return (self.last - self.first) / (self.new_tokens - 1)
@@ -71,19 +72,19 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A trace served.
+    """Figures of a replayed trace.
 
     Attributes:
-        records: of each request, by arrival.
+        records: a record for each request, by arrival.
         duration: seconds from the first arrival to the last token.
         timeline: after every step: seconds, running and waiting requests.
-        most_pages: pages that requests held at most after a step.
-        prompt_rows: prompt rows computed, those of preempted requests again.
-        reused_rows: prompt rows found in the prefix cache instead, counted alike.
-        preemptions: times a running request had to give its pages back.
-        steps: of the engine.
-        step_seconds: inside them.
-        wait_seconds: of which waiting for the device.
+        most_pages: most pages that requests held after a step.
+        prompt_rows: prompt rows computed; those of preempted requests count again.
+        reused_rows: prompt rows found in the prefix cache instead; those of preempted requests count again.
+        preemptions: times the pages of a running request were freed for others.
+        steps: steps of the engine.
+        step_seconds: seconds inside steps.
+        wait_seconds: seconds of ``step_seconds`` spent waiting for the device.
         statistics: the engine's, at the end; earlier replays count in it.
     """
 
@@ -101,12 +102,12 @@ class Replay:
 
 
 def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, progress: bool = True) -> Replay:
-    """Serve a trace on an idle engine that is warm. Requests are added once their time has come, between steps.
+    """Replays a trace on an idle engine that is warm. Requests are added between steps, once their time has come.
 
     Args:
         engine: made for requests as long as the trace's, and for as many waiting ones.
         trace: requests by arrival.
-        params: of all requests but for ``max_new_tokens``; the n-th request draws from this seed plus n.
+        params: parameters of all requests but ``max_new_tokens``; the n-th request draws from this seed plus n.
         progress: whether to show a bar of finished requests.
     """
     ahead, records, timeline, most_pages = collections.deque(enumerate(trace)), [], [], 0
@@ -150,13 +151,13 @@ def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, 
 
 
 def rehearse(engine: Engine, load: Load, params: SamplingParams) -> None:
-    """Serve some requests like the load's but of other tokens: a program's first run takes longer than later ones."""
+    """Serves requests like the load's, of other tokens: the first run of a program takes longer than later ones."""
     replay(engine, _twice_the_batch(engine, load, min(load.new_tokens, 16)), params, progress=False)
 
 
 def watch(engine: Engine, load: Load, params: SamplingParams) -> dict[str, int | float]:
-    """A profile of some steps of an idle engine, with as many requests running as may and others waiting, if pages and
-    tokens last.
+    """Profiles steps of an idle engine with as many requests running as may and others waiting, if pages and tokens
+    last.
 
     Returns:
         ``steps`` seen, mean ``step_time`` in seconds, shares of the time: ``busy`` (a kernel ran) and ``waited`` (for

@@ -1,4 +1,4 @@
-"""The report of replays as text, as JSON holds it, and as pictures."""
+"""The report of replays: as text, as JSON holds it, and as pictures."""
 
 import collections
 import pathlib
@@ -12,7 +12,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
-    """p50, p90 and p99 of those that are there; None if none is."""
+    """p50, p90 and p99 of the values that are not None; None if all are."""
     there = [value for value in values if value is not None]
     if not there:
         return None
@@ -20,8 +20,7 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def summarize(replay: Replay, device: dict[str, int | float] | None = None, *, drafts: bool) -> dict:
-    """Figures of a replay, with drafts or without, and what ``watch`` saw; times in seconds, rates per second, None
-    where there is nothing to tell."""
+    """Figures of a replay and of what ``watch`` saw; times in seconds, rates per second, None where there is none."""
     records, statistics = replay.records, replay.statistics
     prompt_tokens = sum(record.prompt_tokens for record in records)
     new_tokens = sum(record.new_tokens for record in records)
@@ -53,13 +52,13 @@ def summarize(replay: Replay, device: dict[str, int | float] | None = None, *, d
 
 
 def _acceptance_length(records: Sequence[Record]) -> float | None:
-    """Tokens per request and verify pass. (A request's first token comes from its prompt.)"""
+    """Tokens per request and verify pass. (A request's first token comes from its prompt, and does not count.)"""
     passes = sum(max(record.outputs - 1, 0) for record in records)
     return sum(max(record.new_tokens - 1, 0) for record in records) / passes if passes else None
 
 
 def table(report: dict) -> str:
-    """The report for people: what was run on what, then a figure a line."""
+    """The report as text: what was run on what, then a figure per line."""
     config, summary = report["configuration"], report["summary"]
     rate = "all at once" if config["rate"] is None else f"{config['rate']:g} per second"
     accepted = "-" if summary["acceptance_length"] is None else f"{summary['acceptance_length']:.2f}"
@@ -116,7 +115,7 @@ def _latencies(summary: dict) -> str:
     return "\n".join(lines)
 
 
-# Several replays: (title, width, figure of a result), a line a result.
+# Columns of several replays, a line each: (title, width, figure of a result).
 _COLUMNS: tuple[tuple[str, int, Callable[[dict, dict], str]], ...] = (
     ("batch", 5, lambda config, summary: str(config["max_batch"])),
     ("requests", 9, lambda config, summary: f"{summary['served']}/{summary['requests']}"),
@@ -135,7 +134,7 @@ def _figure(value: float | None, unit: float = 1.0) -> str:
 
 
 def header(report: dict) -> str:
-    """What stands above the rows of several replays."""
+    """The lines above the rows of several replays."""
     config, summary = report["configuration"], report["summary"]
     return "\n".join(
         [
@@ -152,13 +151,13 @@ def header(report: dict) -> str:
 
 
 def row(report: dict) -> str:
-    """One replay of several."""
+    """The row of one replay among several."""
     config, summary = report["configuration"], report["summary"]
     return " ".join(figure(config, summary).rjust(width) for _, width, figure in _COLUMNS) + f"  {_drafts(config)}"
 
 
 def plot_batches(results: Sequence[dict], title: str, path: str | pathlib.Path) -> None:
-    """Output tokens per second against the most requests running, a line for each kind of drafts."""
+    """Draws output tokens per second against the most requests running, a line for each kind of drafts."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(9, 6), layout="constrained")).add_subplot(xscale="log")
@@ -179,7 +178,7 @@ def plot_batches(results: Sequence[dict], title: str, path: str | pathlib.Path) 
 
 
 def plot(replay: Replay, title: str, path: str | pathlib.Path) -> None:
-    """How time to first token and time per output token are distributed, and who ran and waited when."""
+    """Draws the distributions of time to first token and time per output token, and how many ran and waited when."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.5), layout="constrained")

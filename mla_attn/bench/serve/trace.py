@@ -1,4 +1,4 @@
-"""Synthetic traces: when requests arrive, how long they are, which begin alike."""
+"""Synthetic traces: when requests arrive, how long they are, which share a prefix."""
 
 import dataclasses
 import math
@@ -11,18 +11,18 @@ COMMON_PREFIXES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a trace is drawn from.
+    """The distributions that a trace is drawn from.
 
     Attributes:
-        requests: how many.
-        rate: arrivals per second, a Poisson process; inf is all at once.
-        prompt_tokens: mean of the prompts' own tokens; log-normal.
-        new_tokens: mean of the tokens to generate; log-normal.
+        requests: number of requests.
+        rate: arrivals per second, a Poisson process; inf for all at once.
+        prompt_tokens: mean length of the prompts without their prefixes; log-normal.
+        new_tokens: mean number of tokens to generate; log-normal.
         spread: standard deviation of the logarithms of both; 0 makes all lengths equal.
         shared_prefix: tokens of each of ``COMMON_PREFIXES`` prefixes; 0 for none.
         shared_share: share of requests with one of them before their own tokens, 0 to 1.
         long_prompt: tokens of the prompt of one more request, which comes after all others; 0 for none.
-        seed: of everything drawn. Prompts and lengths do not depend on the rate.
+        seed: seed of everything drawn. Prompts and lengths do not depend on the rate.
     """
 
     requests: int
@@ -52,7 +52,7 @@ class Load:
 
     @property
     def mean_tokens(self) -> int:
-        """Of a request with a prefix, new tokens included."""
+        """Mean tokens of a request with a prefix, new tokens included."""
         return self.shared_prefix + self.prompt_tokens + self.new_tokens
 
 
@@ -63,8 +63,8 @@ class Request:
     Attributes:
         arrival: seconds after the first request.
         prompt: token ids, a common prefix included.
-        new_tokens: to generate.
-        prefix: which common prefix the prompt begins with, None if none.
+        new_tokens: tokens to generate.
+        prefix: number of the common prefix that the prompt begins with; None for none.
     """
 
     arrival: float
@@ -74,7 +74,8 @@ class Request:
 
 
 def make_trace(load: Load, *, vocab_size: int, max_len: int) -> tuple[Request, ...]:
-    """Requests by arrival, each of at most ``max_len`` tokens, new ones included; equal arguments, equal requests.
+    """Draws requests, sorted by arrival, of at most ``max_len`` tokens, new ones included; equal arguments give equal
+    requests.
 
     Long prompts are cut so that the mean of new tokens has room, then new tokens to what room there is.
     """
