@@ -4,30 +4,39 @@ Ops are pure functions of arrays, a paged cache pytree and metadata, for use ins
 the jitted entry point of each serving mode, ``mla_attn.buckets`` compiles whole-model passes ahead of time,
 ``mla_attn.models`` holds DeepSeek-V2/V3 in Flax NNX, ``mla_attn.generation`` runs it over one batch, and
 ``mla_attn.engine`` serves it to many requests.
+
+Names are imported when they are first asked for, and JAX with them: the command line refuses a call without waiting.
 """
 
-from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
-from mla_attn.metadata import (
-    AttentionMetadata,
-    RaggedMetadata,
-    check_metadata,
-    for_decode,
-    for_draft_decode,
-    for_draft_extend,
-    for_extend,
-    for_mixed,
-    for_target_verify,
-    page_table_from_tokens,
-)
-from mla_attn.ops import merge_states, mla_attention, plan_mla, ragged_attention
-from mla_attn.specs import MLASpec
-from mla_attn.support import supports
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
+    from mla_attn.metadata import (
+        AttentionMetadata,
+        RaggedMetadata,
+        check_metadata,
+        for_decode,
+        for_draft_decode,
+        for_draft_extend,
+        for_extend,
+        for_mixed,
+        for_target_verify,
+        page_table_from_tokens,
+    )
+    from mla_attn.ops import merge_states, mla_attention, plan_mla, ragged_attention
+    from mla_attn.specs import MLASpec
+    from mla_attn.support import supports
+
+    __version__: str
 
 __all__ = [
     "AttentionMetadata",
     "LatentPool",
     "MLASpec",
     "RaggedMetadata",
+    "__version__",
     "check_metadata",
     "for_decode",
     "for_draft_decode",
@@ -45,3 +54,43 @@ __all__ = [
     "supports",
     "write_latent",
 ]
+
+_HOMES = {  # of the names above
+    "cache": ("LatentPool", "move_rows", "read_latent", "write_latent"),
+    "metadata": (
+        "AttentionMetadata",
+        "RaggedMetadata",
+        "check_metadata",
+        "for_decode",
+        "for_draft_decode",
+        "for_draft_extend",
+        "for_extend",
+        "for_mixed",
+        "for_target_verify",
+        "page_table_from_tokens",
+    ),
+    "ops": ("merge_states", "mla_attention", "plan_mla", "ragged_attention"),
+    "specs": ("MLASpec",),
+    "support": ("supports",),
+}
+_MODULES = ("buckets", "engine", "generation", "models", "sampling", "speculative", "steps", *_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        from importlib.metadata import version  # takes 30 ms
+
+        value = version("mla-attn")
+    else:
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -16,6 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from mla_attn.text import shown
+
 INT32_MAX = 2**31 - 1
 _FLOAT32 = jnp.finfo(jnp.float32)
 # Above this ``score / cap`` of an ordinary score is no longer a normal float32, and would be flushed to zero.
@@ -95,11 +97,12 @@ def check_number(
     number = _as_float(value)
     held = number == 0 or float(_FLOAT32.tiny) <= abs(number) <= float(_FLOAT32.max)  # NaN is not
     bounds = [
-        (above is None or number > above, f"above {above}"),
+        # What float32 rounds to a bound is not above it.
+        (above is None or (held and np.float32(number) > above), f"above {above}"),
         (least is None or number >= least, f"of at least {least}"),
         (most is None or number <= most, f"of at most {most}"),
     ]
-    if not held or not all(inside for inside, _ in bounds):
+    if not (held and all(inside for inside, _ in bounds)):
         given = [text for (_, text), bound in zip(bounds, (above, least, most), strict=True) if bound is not None]
         allowed = " ".join(["a finite number", " and ".join(given)]).strip()
         raise ValueError(f"{name}={shown(value)} must be {allowed}, as float32")
@@ -169,15 +172,6 @@ def as_int32(name: str, array: Any) -> Int[Array, "..."]:
     if held.max > INT32_MAX:
         array = array.clip(max(held.min, -INT32_MAX - 1), INT32_MAX)
     return jnp.asarray(array, jnp.int32)
-
-
-def shown(value: Any) -> str:
-    """``repr`` of a value that may come from anywhere, cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
-        return f"a {type(value).__name__} of too many digits to show"
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _is_integer(value: Any) -> bool:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from checkpoints import V2, V3
-from mla_attn import cli, engine, generation
+from mla_attn import cli
+from mla_attn.cli import demo, generate
+from mla_attn.cli.arguments import make_parser
 from mla_attn.engine import EngineStatistics
 from mla_attn.models.tokenizer import ByteTokenizer, load_tokenizer
 from mla_attn.speculative import DraftTree
@@ -22,6 +24,7 @@ NEW = 8
 EXPECTED = np.load(V3 / "expected.npz")
 PROMPT = EXPECTED["prompt_0"].tolist()
 GREEDY = EXPECTED["greedy_0"].tolist()
+SHOWN = bytes(token for token in PROMPT if token < 256).decode()  # without its begin token
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,10 +39,7 @@ def call(capsys):
     """Exit status, standard output and standard error of a command."""
 
     def run(*arguments):
-        try:
-            status = cli.main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            status = stop.code
+        status = cli.main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -58,8 +58,18 @@ def prompts_file(tmp_path):
 def test_a_byte_order_mark_is_no_text(tmp_path, encoding):
     file = tmp_path / "prompts.txt"
     file.write_text("hé", encoding=encoding)
-    options = cli._parser().parse_args(["generate", str(V3), "--prompts-file", str(file)])
-    assert cli._prompts(options, load_tokenizer(V3)) == [list("hé".encode())]
+    assert read_prompts(file) == [list("hé".encode())]
+
+
+def read_prompts(file):
+    options = make_parser().parse_args(["generate", str(V3), "--prompts-file", str(file)])
+    return generate.read_prompts(options, load_tokenizer(V3))
+
+
+def test_a_number_alone_is_text_in_a_file_of_prompts(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("42\n42,\n 1, 2\n1,\n,\n")
+    assert read_prompts(file) == [[ord("4"), ord("2")], [42], [1, 2], [1], [ord(",")]]
 
 
 @pytest.fixture
@@ -75,7 +85,7 @@ def generate_json(call, prompts_file):
 
 def test_json(generate_json):
     result = generate_json()
-    assert set(result) == {"requests", "stats"}
+    assert set(result) == {"requests", "seed", "stats"}
     assert [request["prompt_ids"] for request in result["requests"]] == [list(b"The GNU"), PROMPT, list(b"of\x0cit")]
     for request in result["requests"]:
         assert set(request) == {"prompt_ids", "tokens", "text"}
@@ -143,8 +153,11 @@ def test_several_prompts_as_text(call, prompts_file, generate_json):
     )
     assert status == 0
     assert out == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts))
+    prompts = "".join(f"[{n}] prompt: {text}\n" for n, text in enumerate(("The GNU", SHOWN, "of\x0cit")))
+    assert err.startswith(prompts)
     assert re.fullmatch(
-        rf"{3 * NEW} tokens in \S+ s \(\d+ tokens/s\), {NEW - 1} target steps; compiling took \S+ s before\n", err
+        rf"{3 * NEW} tokens in \S+ s \(\d+ tokens/s\), {NEW - 1} target steps; compiling took \S+ s before\n",
+        err.removeprefix(prompts),
     )
 
 
@@ -156,8 +169,8 @@ def test_one_prompt_as_it_comes(call, monkeypatch):
     ids = ",".join(map(str, PROMPT))
     status, out, err = call("generate", V3, "--prompt-ids", ids, "--max-new-tokens", NEW, "--dtype", "float32")
     assert (status, out) == (0, bytes(GREEDY[:NEW]).decode() + "\n")
-    assert f"{NEW} tokens in" in err
-    pieces = [("".join(args), kw["flush"]) for args, kw in printed if "flush" in kw]
+    assert err.startswith(f"prompt: {SHOWN}\n{NEW} tokens in")
+    pieces = [("".join(args), kw["flush"]) for args, kw in printed if "sep" in kw]
     assert pieces == [(chr(token), True) for token in GREEDY[:NEW]]
 
 
@@ -178,8 +191,8 @@ def test_as_a_process(programs):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) == 8 + 1
-    assert done.stderr.startswith("8 tokens in ")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("prompt: The GNU\n8 tokens in ")
+    assert done.stderr.count("\n") == 2
 
 
 def test_ids_where_there_is_no_text(call, checkpoint):
@@ -202,7 +215,7 @@ def test_ids_where_there_is_no_text(call, checkpoint):
 
 def test_the_end_of_a_stream_is_printed(capsys):
     """A character that the length limit cut in half."""
-    show = cli._Printer(ByteTokenizer(), prefix="> ")
+    show = generate.Printer(ByteTokenizer(), prefix="> ")
     for request, tokens in ((0, [104]), (1, [105]), (0, [195])):
         show(request, tokens)
     show.finish()
@@ -212,11 +225,11 @@ def test_the_end_of_a_stream_is_printed(capsys):
 def test_demo_prompts_are_encoded_as_any_others(call, checkpoint, monkeypatch):
     """The begin token is the tokenizer's business alone."""
     prompts = []
-    monkeypatch.setattr(generation, "generate", lambda model, p, **options: prompts.append(p) or 1 / 0)
+    monkeypatch.setattr(demo, "generate", lambda model, p, **options: prompts.append(p) or 1 / 0)
     for config, begin in (({}, []), ({"tokenizer_config.json": {"add_bos_token": True}}, [256])):
         with pytest.raises(ZeroDivisionError):
             cli.main(["demo", str(V3 if not config else checkpoint(config))])
-        assert prompts.pop() == [[*begin, *text.encode()] for text in cli._DEMO_PROMPTS]
+        assert prompts.pop() == [[*begin, *text.encode()] for text in demo.PROMPTS]
 
 
 def test_draws(generate_json):
@@ -244,7 +257,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         calls.append((model, options))
         raise NotImplementedError("not now")
 
-    monkeypatch.setattr(engine, "Engine", fake)
+    monkeypatch.setattr(generate, "Engine", fake)
     assert call("generate", V2, "--prompt", "hé") == (2, "", "mla-attn: error: not now\n")
     model, options = calls.pop()
     assert model.lm_head.kernel.dtype == jnp.bfloat16
@@ -260,18 +273,18 @@ def test_options_reach_the_engine(call, monkeypatch):
         "implementation": None,
     }
     other = "--max-new-tokens 5 --speculate 2 --page-size 16 --prefill-chunk 7 --max-batch 3 --implementation xla"
-    call("generate", V2, "--prompt-ids", "1, 2", "--dtype", "float32", *other.split())
+    call("generate", V3, "--prompt-ids", "1, 2", "--dtype", "float32", *other.split())
     model, options = calls.pop()
     assert model.lm_head.kernel.dtype == jnp.float32
     assert options == {
-        "max_batch": 3,
+        "max_batch": 1,
         "num_pages": 1,
         "page_size": 16,
         "max_len": 7,
         "speculation": (DraftTree((1, 1)),),
-        "prompt_tokens": 7,
+        "prompt_tokens": 2,
         "max_waiting": 1,
-        "batches": (3,),
+        "batches": (1,),
         "implementation": "xla",
     }
 
@@ -279,11 +292,15 @@ def test_options_reach_the_engine(call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "/no/such/folder", "--prompt", "x"], "/no/such/folder"),
+        (["generate", "/no/such/folder", "--prompt", "x"], "CHECKPOINT '/no/such/folder' must be a folder"),
+        (["generate", "", "--prompt", "x"], "CHECKPOINT '' must be a folder"),
         (["generate", V3, "--prompt", ""], "prompt is empty"),
         (["generate", V3, "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0 must be"),
         (["generate", V3, "--prompt", "x", "--max-new-tokens", "-5"], "--max-new-tokens -5 must be"),
-        (["generate", V3, "--prompt", "x", "--max-new-tokens", "ten"], "invalid int value: 'ten'"),
+        (
+            ["generate", V3, "--prompt", "x", "--max-new-tokens", "ten"],
+            "--max-new-tokens 'ten' must be an integer from 1 to",
+        ),
         (
             ["generate", V3, "--prompt", "x", "--max-new-tokens", "5000"],
             "the longest prompt has 1 tokens and --max-new-tokens is 5000: together they must be at most "
@@ -294,15 +311,28 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3, "--prompt", "x", "--speculate", "-2"], "--speculate -2 must be"),
         (["generate", V3, "--prompt", "x", "--max-batch", "0"], "--max-batch 0 must be"),
         (["generate", V3, "--prompt", "x", "--num-pages", "0"], "--num-pages 0 must be"),
-        (["generate", V3, "--prompt", "x", "--page-size", "1", "--num-pages", "64"], "they need 65 pages"),
-        (["generate", V3, "--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be"),
-        (["generate", V3, "--prompt", "x", "--top-p", "0"], "top_p=0.0 must be"),
-        (["generate", V3, "--prompt", "x", "--seed", "-1"], "--seed -1 must be 0 to 2**32 - 1"),
-        (["generate", V3, "--prompt", "x", "--seed", str(2**32)], "--seed 4294967296 must be 0 to 2**32 - 1"),
+        (
+            ["generate", V3, "--prompt", "x", "--page-size", "1", "--num-pages", "64"],
+            "--num-pages 64 must be at least 65: the longest",
+        ),
+        (
+            ["generate", V3, "--prompt", "x", "--num-pages", "20000000"],
+            "20000000 pages of 64 tokens (5493 GiB) and the",
+        ),
+        (["generate", V3, "--prompt", "x", "--temperature", "-1"], "--temperature -1 must be a number of at least 0"),
+        (["generate", V3, "--prompt", "x", "--top-p", "0"], "--top-p 0 must be a number above 0, at most 1"),
+        (["generate", V3, "--prompt", "x", "--seed", "-1"], "--seed -1 must be an integer from 0 to 4294967295"),
+        (
+            ["generate", V3, "--prompt", "x", "--seed", str(2**32)],
+            "--seed 4294967296 must be an integer from 0 to 4294967295",
+        ),
         (["generate", V2, "--prompt", "x", "--speculate", "3"], "no MTP layer"),
-        (["generate", V3, "--prompt", "x", "--speculate", "3", "--tree", "2x1"], "not allowed with argument"),
-        (["generate", V3, "--prompt", "x", "--tree", "2x0"], "tree '2x0' must be widths of at least 1 joined by x"),
-        (["generate", V3, "--prompt-ids", "1,258"], "prompt holds token 258, must be 0 to 257"),
+        (
+            ["generate", V3, "--prompt", "x", "--speculate", "3", "--tree", "2x1"],
+            "--tree is not allowed with --speculate",
+        ),
+        (["generate", V3, "--prompt", "x", "--tree", "2x0"], "--tree '2x0' must be widths of at least 1 joined by x"),
+        (["generate", V3, "--prompt-ids", "1,258"], "a prompt holds token 258, must be 0 to 257"),
         (["generate", V3, "--prompt-ids", "1,,2"], "--prompt-ids '1,,2' must be comma-separated token ids, as 1,2,3"),
         (["generate", V3, "--prompt-ids=-1,2"], "--prompt-ids '-1,2' must be comma-separated token ids"),
         (["generate", V3, "--prompts-file", "/no/such/file"], "/no/such/file"),
@@ -324,7 +354,7 @@ def test_wrong_calls(call, arguments, message):
     assert status == 2
     assert out == ""
     assert message in err
-    assert "Traceback" not in err
+    assert err.count("\n") == 1 and err.startswith("mla-attn: error: ")
 
 
 def test_supports(call):

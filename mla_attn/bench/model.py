@@ -10,99 +10,17 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from mla_attn.bench import output, timing
+from mla_attn.bench.configs import CONFIGS
 from mla_attn.bench.machine import machine
 from mla_attn.bench.output import say
 from mla_attn.buckets import warm_up
-from mla_attn.dispatch import NAMES
-from mla_attn.models import random_model
+from mla_attn.models import check_model_fits, random_model
 from mla_attn.passes import SAMPLING, Passes, Shapes, zeros
 
 _STEPS = 20
-
-_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-_COMMON = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 163840,
-    "moe_layer_freq": 1,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-
-# The published sizes; v3 is cut to 4 of its 61 layers, 3 dense and 1 with experts.
-CONFIGS = {
-    "v2-lite": {
-        **_COMMON,
-        "model_type": "deepseek_v2",
-        "vocab_size": 102400,
-        "hidden_size": 2048,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "q_lora_rank": None,
-        "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-    },
-    "v3-4-layers": {
-        **_COMMON,
-        "model_type": "deepseek_v3",
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "q_lora_rank": 1536,
-        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "num_nextn_predict_layers": 0,
-    },
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mla-attn bench model``."""
-    parser.description = "Time decode steps of a whole model of random bfloat16 weights and a real model's sizes."
-    parser.set_defaults(run=main)
-    add = parser.add_argument
-    add("model", choices=CONFIGS, help="whose sizes")
-    add("--batch", default="1,16,64", metavar="B,B", help="requests of a step (default 1,16,64)")
-    add("--kv-len", type=int, default=4096, metavar="N", help="tokens of each request (default 4096)")
-    add("--page-size", type=int, default=64, metavar="P", help="tokens per page (default 64)")
-    add(
-        "--implementation",
-        metavar="A",
-        help=f"of attention, one of {', '.join(NAMES)} (default: the best)",
-    )
-    output.add_arguments(parser, picture=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,9 +60,14 @@ def measure(
     implementation: str | None,
 ) -> list[ModelStep]:
     """Times decode steps of the model ``name`` in bfloat16, every request at ``kv_len`` tokens."""
+    width = -(-kv_len // page_size)
+    check_model_fits(
+        nnx.eval_shape(lambda: random_model(CONFIGS[name], dtype=jnp.bfloat16)),
+        num_pages=2 * max(batches) * width,  # twice, while they are filled
+        page_size=page_size,
+    )
     say(f"{name}: making random weights")
     model = random_model(CONFIGS[name], dtype=jnp.bfloat16)
-    width = -(-kv_len // page_size)
     shapes = Shapes(tuple(batches), (8,), width, page_size, width * page_size)
     passes = Passes(model, shapes, implementation=implementation)
     # One pool for all batches: programs are compiled for its size.
@@ -209,11 +132,9 @@ def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
 
 def main(options: argparse.Namespace) -> int:
     """Prints a table, or JSON. Exit status 0."""
-    batches = [int(part) for part in options.batch.split(",")]
-    output.check_files(options)
     steps = measure(
         options.model,
-        batches,
+        options.batch,
         kv_len=options.kv_len,
         page_size=options.page_size,
         implementation=options.implementation,

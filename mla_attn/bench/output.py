@@ -3,7 +3,12 @@
 import argparse
 import importlib.util
 import json
+import pathlib
 import sys
+
+from mla_attn.text import shown
+
+PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
 
 
 def say(text: str) -> None:
@@ -22,21 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser, *, picture: str | None) -> No
         parser.set_defaults(plot=None)
 
 
-def check_files(options: argparse.Namespace) -> None:
-    """Checks before a run what ``--json`` and ``--plot`` ask for.
+def check_files(options: argparse.Namespace, *, picture: str = "--plot") -> None:
+    """ImportError or ValueError if the files of ``--json`` and of a picture cannot be made: before the run rather than
+    after it.
 
-    Raises:
-        ImportError: a picture is asked for, and matplotlib is not installed.
-        ValueError: a file cannot be written.
+    Args:
+        options: ``json`` and ``plot``.
+        picture: name of the argument that names the picture.
     """
-    if options.plot:
+    if options.plot is not None:
+        if pathlib.Path(options.plot).suffix.lower() not in PICTURES:
+            raise ValueError(
+                f"{picture} {shown(options.plot)} must be a picture's name, in one of {', '.join(PICTURES)}"
+            )
         find_matplotlib()
-    for option, path in (("--json", options.json), ("--plot", options.plot)):
+    for option, path in (("--json", options.json), (picture, options.plot)):
         try:
             if path not in (None, "-"):
                 open(path, "a", encoding="utf-8").close()
-        except OSError as error:
-            raise ValueError(f"{option} {path!r} must be a file that can be written: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"{option} {shown(path)} must be a file that can be written: {reason}") from None
 
 
 def save(report: dict, path: str | None) -> None:

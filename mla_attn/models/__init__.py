@@ -3,16 +3,20 @@
 from mla_attn.models.base import CacheGroup, CausalLM
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.deepseek import DeepseekForCausalLM
-from mla_attn.models.loading import load_checkpoint
+from mla_attn.models.loading import Checkpoint, load_checkpoint, open_checkpoint
 from mla_attn.models.random_weights import random_model
 from mla_attn.models.safetensors import CheckpointError
+from mla_attn.models.sizes import check_model_fits
 
 __all__ = [
     "CacheGroup",
     "CausalLM",
+    "Checkpoint",
     "CheckpointError",
     "DeepseekConfig",
     "DeepseekForCausalLM",
+    "check_model_fits",
     "load_checkpoint",
+    "open_checkpoint",
     "random_model",
 ]

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mla_attn.models.files import shown
 from mla_attn.models.rope import Yarn
 from mla_attn.models.settings import (
     LARGEST_INT32,
@@ -20,6 +19,7 @@ from mla_attn.models.settings import (
     token_ids,
 )
 from mla_attn.steps import QueryScaling
+from mla_attn.text import shown
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mla_attn.checks import shown
+from mla_attn.text import plain
 
 MOST_JSON_BYTES = 100_000_000  # of a file or header; the safetensors package has the same limit for headers
 
@@ -82,14 +82,3 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"it has the key {plain(twice)} twice")
     return data
-
-
-def plain(name: str) -> str:
-    """A name from a file: as it is, unless it is long or would not show in a line."""
-    return name if name.isprintable() and len(name) <= 80 else shown(name)
-
-
-def some(names: list[str], most: int = 8) -> str:
-    """The first few names and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(plain, names[:most])) + more

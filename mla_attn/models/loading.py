@@ -18,11 +18,12 @@ from jax.typing import DTypeLike
 
 from mla_attn.models.config import END_TOKENS, DeepseekConfig
 from mla_attn.models.deepseek import Attention, DecoderLayer, DeepseekForCausalLM
-from mla_attn.models.files import CheckpointError, read_json, some
+from mla_attn.models.files import CheckpointError, read_json
 from mla_attn.models.layers import MLP
 from mla_attn.models.moe import MoE
 from mla_attn.models.safetensors import DTYPES, Stored, list_tensors
 from mla_attn.models.settings import read_settings
+from mla_attn.text import some
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,36 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekFor
         CheckpointError: missing or damaged files; missing, unexpected or misshapen tensors; a dtype that is not read.
         ValueError: a ``config.json`` that asks for what is not supported, or a wrong ``dtype``.
     """
+    return open_checkpoint(path, dtype=dtype).load()
+
+
+class Checkpoint:
+    """A checkpoint folder whose files match its ``config.json``; of its weights nothing was read yet.
+
+    Attributes:
+        model: its parameters have shapes and dtypes, and arrays once ``load`` was called.
+    """
+
+    def __init__(
+        self, folder: Path, config: DeepseekConfig, tensors: dict[str, Stored], model, weights: list["Weight"]
+    ):
+        self.model: DeepseekForCausalLM = model
+        self._folder, self._config, self._tensors, self._weights = folder, config, tensors, weights
+
+    def load(self) -> DeepseekForCausalLM:
+        """The model, its weights read: one tensor at a time."""
+        _check_tied_head(self._folder, self._tensors, self._config)
+        for weight in self._weights:
+            weight.fill(lambda name: dequantise(self._tensors, name, self._config.weight_block_size))
+        return self.model
+
+
+def open_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> Checkpoint:
+    """Check a folder as ``load_checkpoint`` does, without reading weights: arguments and errors are the same."""
     folder = Path(path)
     config = read_config(folder)
     tensors = list_tensors(folder)
-    drafts = config.num_nextn_predict_layers > 0 and any(name.startswith(_draft_prefix(config)) for name in tensors)
+    drafts = config.num_nextn_predict_layers > 0 and _has_draft_layer(config, tensors)
     _check_sizes(folder, config, tensors, drafts=drafts)
     model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0), draft_layer=drafts))
     weights = [_resolve(weight, tensors) for weight in _weights(model)]
@@ -68,10 +95,7 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekFor
             folder / CONFIG,
             config.num_nextn_predict_layers,
         )
-    _check_tied_head(folder, tensors, config)
-    for weight in weights:
-        weight.fill(lambda name: dequantise(tensors, name, config.weight_block_size))
-    return model
+    return Checkpoint(folder, config, tensors, model, weights)
 
 
 def read_config(folder: Path) -> DeepseekConfig:
@@ -225,6 +249,17 @@ def _resolve(weight: Weight, tensors: dict[str, Stored]) -> Weight:
     return dataclasses.replace(weight, names=(found[0],)) if weight.fallbacks and found else weight
 
 
+def _has_draft_layer(config: DeepseekConfig, tensors: dict[str, Stored]) -> bool:
+    """Whether there is a tensor of it that is not passed over."""
+    prefix = _draft_prefix(config)
+    return any(name.startswith(prefix) and not _is_passed_over(name, stored) for name, stored in tensors.items())
+
+
+def _is_passed_over(name: str, stored: Stored) -> bool:
+    """A buffer that is computed, or a tensor without elements."""
+    return name.endswith("rotary_emb.inv_freq") or 0 in stored.shape
+
+
 def _draft_prefix(config: DeepseekConfig) -> str:
     return f"model.layers.{config.num_hidden_layers}."
 
@@ -269,7 +304,7 @@ def _check_sizes(folder: Path, config: DeepseekConfig, tensors: dict[str, Stored
 def _check_names(folder: Path, weights: list[Weight], tensors: dict[str, Stored], config: DeepseekConfig) -> None:
     wanted = {name for weight in weights for name in weight.names}
     scales = {name + SCALE for name in wanted if name in tensors and tensors[name].dtype == "F8_E4M3"}
-    ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq") or 0 in tensors[name].shape}
+    ignored = {name for name, stored in tensors.items() if _is_passed_over(name, stored)}
     if config.tie_word_embeddings:
         ignored.add(HEAD)
     missing = sorted((wanted | scales) - tensors.keys())

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mla_attn.models.files import MOST_JSON_BYTES, CheckpointError, open_file, parse_json, plain, read_json, shown, some
+from mla_attn.models.files import MOST_JSON_BYTES, CheckpointError, open_file, parse_json, read_json
 from mla_attn.models.settings import is_integer
+from mla_attn.text import plain, shown, some
 
 DTYPES = {
     "F32": np.dtype(np.float32),

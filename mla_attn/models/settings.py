@@ -4,13 +4,11 @@ A kind is a function of a setting's name and value that returns the value checke
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
-from mla_attn.checks import check_integer, shown
+from mla_attn.checks import check_integer, check_number
+from mla_attn.text import shown
 
 Kind = Callable[[str, Any], Any]
 REQUIRED = object()
@@ -70,17 +68,7 @@ def number(*, above: float | None = None, least: float | None = None) -> Kind:
     """A number that float32 holds as a finite one, above ``above`` or at least ``least``, there too."""
 
     def check(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name}={shown(value)} must be a number")
-        with np.errstate(over="ignore", under="ignore"):
-            single = np.float32(value) if abs(value) < 1e300 else np.float32(math.inf)  # 10**400 is no float at all
-        if not np.isfinite(single):
-            raise ValueError(f"{name}={shown(value)} must be a finite number")
-        if above is not None and not single > above:
-            raise ValueError(f"{name}={shown(value)} must be " + ("positive" if above == 0 else f"above {above}"))
-        if least is not None and not single >= least:
-            raise ValueError(f"{name}={shown(value)} must be at least {least}")
-        return float(value)
+        return check_number(name, value, above=above, least=least)
 
     return check
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from mla_attn.models.files import CheckpointError, open_file, read_bytes, read_json, shown
+from mla_attn.models.files import CheckpointError, open_file, read_bytes, read_json
 from mla_attn.models.settings import LARGEST_INT32, Setting, boolean, integer, read_settings, section
+from mla_attn.text import shown
 
 END_OF_BYTES = 256  # ids from here on are special tokens of a byte-level checkpoint, and have no text
 LARGEST_BYTE_LEVEL = 512  # vocabulary of such a checkpoint

@@ -16,7 +16,8 @@ from mla_attn.bench.serve.engines import SimulatedEngine
 from mla_attn.bench.serve.replay import Record, replay
 from mla_attn.bench.serve.report import percentiles
 from mla_attn.bench.serve.trace import COMMON_PREFIXES, Load, Request, make_trace
-from mla_attn.cli import _parser, main
+from mla_attn.cli import main
+from mla_attn.cli.arguments import make_parser
 from mla_attn.engine import Engine, EngineStatistics, Output, SamplingParams
 from recorder import programs_kept
 from traffic import CHAIN, TREE, small_engine, small_model
@@ -195,7 +196,7 @@ ASKED = ["--requests", "7", "--prompt-tokens", "12", "--new-tokens", "5", "--sha
 def test_requests_are_served(monkeypatch, tmp_path_factory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     model = small_model()
-    monkeypatch.setattr(command, "_model", lambda *_, **__: model)
+    monkeypatch.setattr(command, "_model", lambda *_, **__: (model, lambda: model))
     data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     options = [*SMALL, *ASKED, "--rate", "50", "--json", str(data), "--plot", str(picture)]
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
@@ -224,7 +225,7 @@ def test_requests_are_served(monkeypatch, tmp_path_factory, tmp_path, capsys):
 @pytest.mark.slow
 def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(command, "_model", lambda *_, **__: small_model())
+    monkeypatch.setattr(command, "_model", lambda *_, **__: (small_model(), small_model))
     data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     options = ["--dtype", "float32", "--page-size", "4", "--step-prompt-tokens", "16", "--max-len", "48", "--seed", "3"]
     options += ["--max-batch", "2,1", "--speculate", "0,1", "--acceptance", "0,1", "--new-tokens", "9"]
@@ -272,12 +273,12 @@ def test_host_time(monkeypatch, tmp_path, capsys):
     assert [(e.statistics.waiting, e.statistics.running) for e in engines] == [(0, 1), (0, 4), (5, 2)]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "host", "--prompt-tokens", "1,x"]) == 2
-    assert "--prompt-tokens '1,x' must be integers from 1" in capsys.readouterr().err
+    assert "--prompt-tokens '1,x' must be an integer from 1" in capsys.readouterr().err
 
 
 def test_requests_scale_with_several_batch_sizes():
     def requests(*arguments):
-        options = _parser().parse_args(["bench", "serve", str(V3), *arguments])
+        options = make_parser().parse_args(["bench", "serve", str(V3), *arguments])
         return [(case.max_batch, case.load.requests) for case in command._cases(options)]
 
     assert requests() == [(8, 64)] and requests("--max-batch", "128") == [(128, 64)]
@@ -384,35 +385,44 @@ def test_the_engine_is_made_as_asked(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "0"], "requests=0 must be at least 1"),
-        (["--rate", "0"], "rate=0.0 must be above 0"),
-        (["--rate", "nan"], "rate=nan must be above 0"),
-        (["--prompt-tokens", "0"], "prompt_tokens=0 must be at least 1"),
-        (["--new-tokens", "0"], "new_tokens=0 must be at least 1"),
-        (["--spread", "-1"], "spread=-1.0 must be at least 0 and finite"),
-        (["--shared-prefix", "-1"], "shared_prefix=-1 must be at least 0"),
-        (["--shared-share", "1.5"], "shared_share=1.5 must be 0 to 1"),
-        (["--seed", "-1"], "seed=-1 must be at least 0"),
-        (["--max-batch", "0"], "max_batch=0 must be at least 1"),
-        (["--max-batch", "2,0"], "max_batch=0 must be at least 1"),
-        (["--max-batch", "2,x"], "max_batch='2,x' must be of type int, or several with commas between"),
-        (["--num-pages", "0"], "num_pages=0 must be at least 1"),
-        (["--step-prompt-tokens", "0"], "step_prompt_tokens=0 must be at least 1"),
-        (["--max-len", "5000"], "max_len=5000 must be at most 4096"),
-        (["--num-pages", "2", "--max-len", "129"], "max_len=129 must be at most 128"),
+        (["--requests", "0"], "--requests 0 must be an integer from 1 to 100000"),
+        (["--rate", "0"], "--rate 0 must be a number of at least 0.001"),
+        (["--rate", "nan"], "--rate 'nan' must be a number of at least 0.001"),
+        (["--prompt-tokens", "0"], "--prompt-tokens 0 must be an integer from 1"),
+        (["--new-tokens", "0"], "--new-tokens 0 must be an integer from 1"),
+        (["--spread", "-1"], "--spread -1 must be a number of at least 0, at most 10"),
+        (["--shared-prefix", "-1"], "--shared-prefix -1 must be an integer from 0"),
+        (["--shared-share", "1.5"], "--shared-share 1.5 must be a number of at least 0, at most 1"),
+        (["--seed", "-1"], "--seed -1 must be an integer from 0"),
+        (["--max-batch", "0"], "--max-batch 0 must be an integer from 1 to 4096, or up to 16"),
+        (["--max-batch", "2,0"], "--max-batch '2,0' must be an integer from 1 to 4096, or up to 16"),
+        (["--max-batch", "2,x"], "--max-batch '2,x' must be an integer from 1 to 4096, or up to 16"),
+        (["--num-pages", "0"], "--num-pages 0 must be an integer from 1"),
+        (["--step-prompt-tokens", "0"], "--step-prompt-tokens 0 must be an integer from 1"),
+        (["--max-len", "5000"], "--max-len 5000 must be at most 4096"),
+        (["--num-pages", "2", "--max-len", "129"], "--max-len 129 must be at most 128"),
         (
             ["--prompt-tokens", "4096"],
-            "prompt_tokens=4096 and new_tokens=64 are 4160 together, must be at most max_len",
+            "--prompt-tokens 4096 and --new-tokens 64 are 4160 together, must be at most 4096",
         ),
-        (["--temperature", "-1"], "temperature=-1.0 must be a finite number of at least 0"),
-        (["--speculate=-1"], "speculate=-1 must be at least 0"),
-        (["--speculate", "0,-1"], "speculate=-1 must be at least 0"),
-        (["--acceptance", "0.5", "--speculate", "0"], "acceptance=0.5 must be 0 to 1, with speculate or tree"),
-        (["--acceptance", "0.5,x", "--speculate", "2"], "acceptance='0.5,x' must be of type float"),
-        (["--acceptance", "0.5"], "acceptance=0.5 must be 0 to 1, with speculate or tree"),
-        (["--acceptance", "1.5", "--speculate", "2"], "acceptance=1.5 must be 0 to 1"),
-        (["--tree", "3x0"], "tree '3x0' must be widths"),
-        (["--implementation", "xla,reference"], "implementation='xla,reference' must be one of"),
+        (["--long-prompt", "4096"], "--long-prompt 4096 and --new-tokens 64 are 4160 together, must be at most 4096"),
+        (["--temperature", "-1"], "--temperature -1 must be a number of at least 0"),
+        (["--speculate=-1"], "--speculate -1 must be an integer from 0 to 255"),
+        (["--speculate", "0,-1"], "--speculate '0,-1' must be an integer from 0 to 255"),
+        (["--acceptance", "0.5", "--speculate", "0"], "--acceptance needs --speculate or --tree"),
+        (
+            ["--acceptance", "0.5,x", "--speculate", "2"],
+            "--acceptance '0.5,x' must be a number of at least 0, at most 1, or up to",
+        ),
+        (["--acceptance", "0.5"], "--acceptance needs --speculate or --tree"),
+        (["--acceptance", "1.5", "--speculate", "2"], "--acceptance 1.5 must be a number of at least 0, at most 1"),
+        (["--tree", "3x0"], "--tree '3x0' must be widths"),
+        (["--implementation", "xla,reference"], "argument --implementation: invalid choice: 'xla,reference'"),
+        (["--spread", "1e308"], "--spread 1e308 must be"),
+        (["--requests", "100000", "--prompt-tokens", "4000"], "must be at most 100000000 tokens together"),
+        (["--num-pages", "2000000000"], "2000000000 pages of 64 tokens ("),
+        (["--tree", "2", "--speculate", "1"], "--tree is not allowed with --speculate"),
+        (["--plot", "a"], "--plot 'a' must be a picture's name, in one of .png"),
         (["--json", "/nodir/x.json"], "--json '/nodir/x.json' must be a file that can be written: No such file"),
         (["--plot", "/nodir/x.png"], "--plot '/nodir/x.png' must be a file that can be written: No such file"),
     ],
@@ -425,7 +435,7 @@ def test_bad_arguments(monkeypatch, capsys, arguments, message):
 
 def test_a_checkpoint_that_is_not_there(capsys):
     assert main(["bench", "serve", "nowhere"]) == 2
-    assert "checkpoint='nowhere' must be a folder or one of v2-lite, v3-4-layers" in capsys.readouterr().err
+    assert "CHECKPOINT 'nowhere' must be a folder or one of v2-lite, v3-4-layers" in capsys.readouterr().err
 
 
 def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys):

@@ -7,7 +7,9 @@ width of the page table, not the tokens: it materializes ``[B, W * P, C]`` rows 
 import jax.numpy as jnp
 from jax import lax
 
-NAME = "dense-gather"
+from mla_attn.names import DENSE_GATHER
+
+NAME = DENSE_GATHER
 
 
 def dense_gather(q_latent, q_rope, pool, metadata, spec, *, layer):

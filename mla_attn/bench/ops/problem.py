@@ -48,9 +48,7 @@ def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtyp
     left = (kv_lens[:, None] - np.arange(width) * page_size)[used]
     seen[order[:-3]] = np.arange(page_size) < left[:, None]
 
-    layer_bytes = num_pages * page_size * spec.latent_dim * dtype.itemsize
-    rotated = ROTATED_BYTES["cpu" if jax.default_backend() == "cpu" else "gpu"]
-    layers = max(2, -(-rotated // layer_bytes))
+    layers = _layers(num_pages * page_size * spec.latent_dim * dtype.itemsize)
     keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 3)
     data = _fill(keys[0], jnp.asarray(seen), layers, spec.latent_dim, dtype)
     pool = LatentPool(data, layers, num_pages, spec.kv_lora_rank, 1, num_pages)
@@ -58,6 +56,20 @@ def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtyp
     q_latent = jax.random.normal(keys[1], (*rows, spec.kv_lora_rank), dtype)
     q_rope = jax.random.normal(keys[2], (*rows, spec.qk_rope_head_dim), dtype)
     return Problem(shape, spec, pool, _metadata(shape, table, kv_lens, page_size), q_latent, q_rope)
+
+
+def problem_bytes(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtype) -> int:
+    """Bytes that a problem takes: its pool, its page table with what it is made of, queries and outputs."""
+    num_pages = sum(-(-length // page_size) for length in shape.kv_lens) + 3
+    layer_bytes = num_pages * page_size * spec.latent_dim * dtype.itemsize
+    table = len(shape.kv_lens) * shape.table_width(page_size)
+    rows = len(shape.kv_lens) * shape.q_len * shape.heads * (spec.latent_dim + spec.kv_lora_rank)
+    return _layers(layer_bytes) * layer_bytes + 16 * table + rows * dtype.itemsize
+
+
+def _layers(layer_bytes: int) -> int:
+    rotated = ROTATED_BYTES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    return max(2, -(-rotated // layer_bytes))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

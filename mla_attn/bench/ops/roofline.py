@@ -5,25 +5,15 @@ import json
 import math
 import pathlib
 
-from mla_attn.bench import output
 from mla_attn.bench.ops.report import rates_of, results_of, unit_of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mla-attn bench roofline``."""
-    parser.description = "Draw the roofline picture of a report that `mla-attn bench ops --json FILE` wrote."
-    parser.set_defaults(run=main)
-    parser.add_argument("report", metavar="REPORT", help="the JSON file")
-    parser.add_argument("picture", metavar="PICTURE", help="the file to draw: .svg, .png or .pdf (needs matplotlib)")
-
-
 def main(options: argparse.Namespace) -> int:
-    """Exit status 0."""
-    output.find_matplotlib()
+    """Draw the picture of ``mla-attn bench roofline``. Exit status 0."""
     try:
         with open(options.report, encoding="utf-8") as file:
             report = json.load(file)
-        draw(report, options.picture)
+        draw(report, options.plot)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{options.report!r} must be a report of `mla-attn bench ops --json`: {error!r}") from None
     return 0

@@ -13,9 +13,10 @@ from mla_attn.bench import timing
 from mla_attn.bench.ceilings import Ceilings, measure_ceilings
 from mla_attn.bench.machine import machine
 from mla_attn.bench.ops import baseline
-from mla_attn.bench.ops.problem import Expected, Problem, errors, expected, make_problem
+from mla_attn.bench.ops.problem import Expected, Problem, errors, expected, make_problem, problem_bytes
 from mla_attn.bench.ops.shapes import Shape
 from mla_attn.bench.output import say
+from mla_attn.memory import check_fits
 from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.specs import MLASpec
 from mla_attn.support import supports
@@ -116,6 +117,14 @@ def run(
         "unroll": unroll,
         "seed": seed,
     }
+    specs = [
+        MLASpec(num_heads=shape.heads, kv_lora_rank=latent[0], qk_rope_head_dim=latent[1], scale=_SCALE)
+        for shape in shapes
+    ]
+    for shape, spec in zip(shapes, specs, strict=True):
+        check_fits(
+            f"the arrays of {shape.name}", problem_bytes(shape, spec, page_size=page_size, dtype=jnp.dtype(dtype))
+        )
     say("measuring ceilings")
     ceilings = measure_ceilings(jnp.dtype(dtype), seed)
     report = {
@@ -124,9 +133,8 @@ def run(
         "ceilings": dataclasses.asdict(ceilings),
         "results": [],
     }
-    for number, shape in enumerate(shapes):
+    for number, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
         say(f"[{number + 1}/{len(shapes)}] {shape.name}: making data")
-        spec = MLASpec(num_heads=shape.heads, kv_lora_rank=latent[0], qk_rope_head_dim=latent[1], scale=_SCALE)
         problem = make_problem(shape, spec, page_size=page_size, dtype=jnp.dtype(dtype), seed=seed + number)
         results = _run_shape(problem, implementations, ceilings, repeats, unroll)
         report["results"] += [dataclasses.asdict(result) for result in results]

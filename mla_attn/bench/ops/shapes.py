@@ -2,10 +2,15 @@
 
 import dataclasses
 import re
+from typing import Protocol, runtime_checkable
 
-import numpy as np
+from mla_attn.text import shown
 
-from mla_attn.specs import MLASpec
+# Beyond these nothing is timed that anybody serves; memory is asked for apart.
+MOST_REQUESTS = 65536
+MOST_HEADS = 1024
+MOST_QUERIES = 4096  # tokens of a request
+MOST_TOKENS = 2**31 - 1  # cached, of all requests; and entries of the page table
 
 SETS = {
     "cpu": (
@@ -41,6 +46,17 @@ or uniform:M, which is numpy.random.default_rng(0).integers(1, M + 1, BATCH), bu
 has the least width that holds the longest request, or WIDTH pages if that is more."""
 
 
+@runtime_checkable
+class Channels(Protocol):
+    """Of an ``MLASpec``, which needs JAX."""
+
+    @property
+    def latent_dim(self) -> int: ...
+
+    @property
+    def kv_lora_rank(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One call of ``mla_attention``: ``q_len`` query tokens a request, the last of its ``kv_lens[b]`` tokens."""
@@ -55,12 +71,12 @@ class Shape:
         """Pages per request, W."""
         return max(self.least_width, -(-max(self.kv_lens) // page_size))
 
-    def flops(self, spec: MLASpec) -> int:
+    def flops(self, spec: Channels) -> int:
         """Operations of both products: ``2 (C + R)`` for each head, query row and visible key."""
         pairs = sum(kv * self.q_len - self.q_len * (self.q_len - 1) // 2 for kv in self.kv_lens)
         return 2 * (spec.latent_dim + spec.kv_lora_rank) * self.heads * pairs
 
-    def bytes(self, spec: MLASpec, *, row_bytes: int, itemsize: int) -> int:
+    def bytes(self, spec: Channels, *, row_bytes: int, itemsize: int) -> int:
         """Least memory traffic: each cached row once per request, queries in, output out.
 
         Args:
@@ -74,31 +90,53 @@ class Shape:
 
 def parse_shape(text: str) -> Shape:
     """The shape written as ``GRAMMAR`` says; ValueError if it is not one."""
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x([^@]+)(?:@(\d+))?", text)
+    number = r"([0-9]{1,10})"
+    match = re.fullmatch(rf"{number}x{number}x{number}x([^@]+)(?:@{number})?", text)
     if not match:
-        raise ValueError(f"shape {text!r} must be BATCHxHEADSxQUERIESxLENGTHS[@WIDTH], as 64x128x1x4096")
+        raise ValueError(f"shape {shown(text)} must be BATCHxHEADSxQUERIESxLENGTHS[@WIDTH], as 64x128x1x4096")
     batch, heads, q_len = (int(match[i]) for i in (1, 2, 3))
-    if min(batch, heads, q_len) < 1:
-        raise ValueError(f"shape {text!r}: batch, heads and query tokens must be at least 1")
-    if uniform := re.fullmatch(r"uniform:([1-9]\d*)", match[4]):
-        drawn = np.random.default_rng(0).integers(1, int(uniform[1]) + 1, batch)
-        kv_lens = [max(int(length), q_len) for length in drawn]
-    else:
-        kv_lens = parse_lengths(match[4])
-        kv_lens = kv_lens * batch if match[4].isdigit() else kv_lens
+    for name, value, most in (
+        ("requests", batch, MOST_REQUESTS),
+        ("heads", heads, MOST_HEADS),
+        ("query tokens", q_len, MOST_QUERIES),
+    ):
+        if not 1 <= value <= most:
+            raise ValueError(f"shape {shown(text)}: {name} must be 1 to {most}")
+    kv_lens = _kv_lens(text, match[4], batch, q_len)
     if len(kv_lens) != batch:
-        raise ValueError(f"shape {text!r} has {len(kv_lens)} lengths for {batch} requests")
+        raise ValueError(f"shape {shown(text)} has {len(kv_lens)} lengths for {batch} requests")
     if min(kv_lens) < q_len:
-        raise ValueError(f"shape {text!r}: lengths count the {q_len} query tokens, so none may be less")
-    return Shape(text, heads, q_len, tuple(kv_lens), int(match[5] or 1))
+        raise ValueError(f"shape {shown(text)}: lengths count the {q_len} query tokens, so none may be less")
+    width = int(match[5] or 1)
+    if sum(kv_lens) > MOST_TOKENS or batch * width > MOST_TOKENS:
+        raise ValueError(
+            f"shape {shown(text)}: cached tokens of all requests, and requests x WIDTH, must be at most {MOST_TOKENS}"
+        )
+    return Shape(text, heads, q_len, tuple(kv_lens), width)
+
+
+def _kv_lens(text: str, lengths: str, batch: int, q_len: int) -> list[int]:
+    if uniform := re.fullmatch(r"uniform:([0-9]{1,10})", lengths):
+        import numpy as np
+
+        most = int(uniform[1])
+        if not 1 <= most <= MOST_TOKENS:
+            raise ValueError(f"shape {shown(text)}: M of uniform:M must be 1 to {MOST_TOKENS}")
+        drawn = np.random.default_rng(0).integers(1, most + 1, batch)
+        return [max(int(length), q_len) for length in drawn]
+    kv_lens = parse_lengths(lengths)
+    return kv_lens * batch if lengths.isdigit() else kv_lens
 
 
 def parse_lengths(text: str) -> list[int]:
-    """``32768+63*16``, or the same with commas: one 32768, then 63 times 16."""
+    """``32768+63*16``, or the same with commas: one 32768, then 63 times 16; at most ``MOST_REQUESTS`` in all."""
     lengths = []
     for item in re.split(r"[+,]", text):
-        match = re.fullmatch(r"(?:(\d+)\*)?(\d+)", item.strip())
+        match = re.fullmatch(r"(?:([0-9]{1,10})\*)?([0-9]{1,10})", item.strip())
         if not match:
-            raise ValueError(f"lengths {text!r} must be numbers with repeats, as 32768+63*16 or 32768,63*16")
-        lengths += [int(match[2])] * int(match[1] or 1)
+            raise ValueError(f"lengths {shown(text)} must be numbers with repeats, as 32768+63*16 or 32768,63*16")
+        repeats = int(match[1] or 1)
+        if len(lengths) + repeats > MOST_REQUESTS:
+            raise ValueError(f"lengths {shown(text)} must be at most {MOST_REQUESTS}")
+        lengths += [int(match[2])] * repeats
     return lengths

@@ -1,81 +1,31 @@
-"""``mla-attn bench serve``: its options, the engine that they ask for, and its replays."""
+"""``mla-attn bench serve``: the engine that its options ask for, and its replays."""
 
 import argparse
 import dataclasses
 import functools
 import json
 import math
-import pathlib
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from mla_attn.bench import output
+from mla_attn.bench.configs import CONFIGS
 from mla_attn.bench.machine import machine
-from mla_attn.bench.model import CONFIGS
 from mla_attn.bench.output import say
 from mla_attn.bench.serve import report
 from mla_attn.bench.serve.engines import SimulatedEngine
 from mla_attn.bench.serve.replay import Replay, rehearse, replay, watch
-from mla_attn.bench.serve.trace import COMMON_PREFIXES, Load, Request, make_trace
-from mla_attn.cache.formats import FORMATS
-from mla_attn.dispatch import NAMES
+from mla_attn.bench.serve.trace import Load, Request, make_trace
 from mla_attn.engine import Engine, SamplingParams
-from mla_attn.models import CausalLM, load_checkpoint, random_model
+from mla_attn.models import CausalLM, check_model_fits, open_checkpoint, random_model
 from mla_attn.speculative import DraftTree
 
 _USUAL = 4  # most tokens of a request, in means: 0.1 % of the lengths are longer at a spread of 0.5
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mla-attn bench serve``."""
-    parser.description = "Replay a synthetic trace of requests on the engine: throughput, latencies, a picture."
-    parser.set_defaults(run=main)
-    add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help=f"a folder, or one of {', '.join(CONFIGS)}: random weights")
-    add("--requests", type=int, metavar="N", help="how many (default 64; of several batch sizes, 4 times each, from 8)")
-    add("--rate", type=float, default=math.inf, metavar="R", help="arrivals per second, Poisson (default: all at once)")
-    add("--prompt-tokens", type=int, default=256, metavar="MEAN", help="of a prompt, prefix apart (default 256)")
-    add("--new-tokens", type=int, default=64, metavar="MEAN", help="generated per request (default 64)")
-    add("--spread", type=float, default=0.5, metavar="X", help="deviation of the lengths' logarithms (default 0.5)")
-    add("--shared-prefix", type=int, default=0, metavar="TOKENS", help=f"length of {COMMON_PREFIXES} common prefixes")
-    add("--shared-share", type=float, default=0.5, metavar="0..1", help="requests that begin with one (default 0.5)")
-    add(
-        "--long-prompt",
-        type=int,
-        default=0,
-        metavar="TOKENS",
-        help="one more request, of such a prompt, after all others",
-    )
-    add(
-        "--max-batch",
-        default="8",
-        metavar="B,B",
-        help="most requests running at a time (default 8); of several, one after the other, the engine compiles passes "
-        "for these sizes alone",
-    )
-    add("--num-pages", type=int, metavar="N", help="pages of the cache (default: --max-batch requests of --max-len)")
-    add("--max-len", type=int, metavar="N", help=f"most tokens of a request (default: {_USUAL} times the mean)")
-    add("--step-prompt-tokens", type=int, default=512, metavar="N", help="most computed per step (default 512)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
-    drafting = parser.add_mutually_exclusive_group()
-    drafting.add_argument(
-        "--speculate", default="0", metavar="K,K", help="draft K tokens per step (default 0); several, as 0,3, in turn"
-    )
-    add("--acceptance", metavar="X,X", help="pretend that each draft is right with this probability, 0 to 1")
-    drafting.add_argument("--tree", metavar="W1xW2x...", help="draft a tree: children per node at each depth")
-    add("--page-size", type=int, default=64, metavar="P", help="tokens per page (default 64)")
-    add("--dtype", choices=tuple(FORMATS), default="bfloat16", help="of weights and cache (default bfloat16)")
-    add(
-        "--implementation",
-        metavar="A",
-        help=f"of attention, one of {', '.join(NAMES)} (default: the best)",
-    )
-    add("--seed", type=int, metavar="S", help="of the trace and of draws (default: a new one)")
-    output.add_arguments(parser, picture="latencies, or throughput by batch size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +45,18 @@ def main(options: argparse.Namespace) -> int:
     once it is done. JSON then has a list ``results``; a file holds those so far.
     """
     cases = _cases(options)
-    _check_engine(options)
-    output.check_files(options)
-    say(f"{options.checkpoint}: loading")
-    model = _model(options.checkpoint, options.dtype, drafts=any(case.params.speculation for case in cases))
+    drafts = any(case.params.speculation for case in cases)
+    model, load = _model(options.checkpoint, options.dtype, drafts=drafts)
     max_len, num_pages = _sizes(options, cases, model.max_position_embeddings)
+    check_model_fits(model, num_pages=num_pages, page_size=options.page_size)
+    if drafts and options.acceptance is None:
+        say(
+            "note: prompts are random token ids, so drafts are seldom right and cost more than they save; "
+            "--acceptance 0.8 pretends that they are right that often"
+        )
     traces = [make_trace(case.load, vocab_size=model.vocab_size, max_len=max_len) for case in cases]
-    engine = _engine(options, cases, model, max_len=max_len, num_pages=num_pages)
+    say(f"{options.checkpoint}: loading")
+    engine = _engine(options, cases, load(), max_len=max_len, num_pages=num_pages)
     say(f"{options.checkpoint}: compiling and warming up")
     engine.warm_up(progress=sys.stderr.isatty())
     results = []
@@ -175,56 +130,26 @@ def _engine(
 
 def _cases(options: argparse.Namespace) -> list[Case]:
     """A case for each batch size and kind of drafts, all of the same seed."""
-    batches = _numbers("max_batch", options.max_batch, int)
     seed = secrets.randbits(31) if options.seed is None else options.seed
     facts = {field.name: getattr(options, field.name) for field in dataclasses.fields(Load)} | {"seed": seed}
     cases = []
-    for batch in batches:
-        if batch < 1:
-            raise ValueError(f"max_batch={batch} must be at least 1")
+    for batch in options.max_batch:
         if options.requests is None:  # enough to fill the batch some times over
-            facts["requests"] = 64 if len(batches) == 1 else max(8, 4 * batch)
+            facts["requests"] = 64 if len(options.max_batch) == 1 else max(8, 4 * batch)
         load = Load(**facts)
         for tree, acceptance in _drafting(options):
             # No stop tokens: lengths are those of the trace.
-            params = SamplingParams(temperature=options.temperature, speculation=tree, seed=seed % 2**32)
+            params = SamplingParams(temperature=options.temperature, speculation=tree, seed=seed)
             cases.append(Case(batch, load, params, acceptance))
     return cases
 
 
 def _drafting(options: argparse.Namespace) -> list[tuple[DraftTree | None, float | None]]:
     """Draft trees, each with every probability that its drafts are right; None where that is not simulated."""
-    lengths = _numbers("speculate", options.speculate, int)
-    if min(lengths) < 0:
-        raise ValueError(f"speculate={min(lengths)} must be at least 0")
-    trees = [DraftTree.chain(length) if length else None for length in lengths]
-    if options.tree is not None:
-        trees = [DraftTree.parse(options.tree)]
-    if options.acceptance is None:
-        return [(tree, None) for tree in trees]
-    rates = _numbers("acceptance", options.acceptance, float)
-    for rate in rates:
-        if not (0 <= rate <= 1 and any(trees)):
-            raise ValueError(f"acceptance={rate} must be 0 to 1, with speculate or tree")
-    return [(tree, rate) for tree in trees for rate in (rates if tree else (None,))]
-
-
-def _numbers[T: (int, float)](name: str, text: str, kind: type[T]) -> tuple[T, ...]:
-    """Values of an option that takes one, or several with commas between."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{name}={text!r} must be of type {kind.__name__}, or several with commas between") from None
-
-
-def _check_engine(options: argparse.Namespace) -> None:
-    """Refuses what the engine would refuse only after minutes of loading."""
-    for name in ("num_pages", "page_size", "max_len", "step_prompt_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    if options.implementation not in (None, *NAMES):
-        raise ValueError(f"implementation={options.implementation!r} must be one of {', '.join(NAMES)}")
+    chains = [DraftTree.chain(length) if length else None for length in options.speculate]
+    trees = chains if options.tree is None else [DraftTree(options.tree)]
+    rates = options.acceptance
+    return [(tree, rate) for tree in trees for rate in (rates if tree and rates else (None,))]
 
 
 def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -> tuple[int, int]:
@@ -235,20 +160,33 @@ def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -
     long = load.long_prompt + load.new_tokens if load.long_prompt else 0
     max_len = min(max(usual, long), fitting) if options.max_len is None else options.max_len
     if max_len > fitting:
-        raise ValueError(f"max_len={max_len} must be at most {fitting}, what the model and num_pages have room for")
+        raise ValueError(f"--max-len {max_len} must be at most {fitting}, what the model and --num-pages have room for")
+    if load.mean_tokens > max_len:
+        raise ValueError(
+            f"--shared-prefix {load.shared_prefix}, --prompt-tokens {load.prompt_tokens} and --new-tokens "
+            f"{load.new_tokens} are {load.mean_tokens} together, must be at most {max_len}, what the model has room for"
+        )
+    if long > max_len:
+        raise ValueError(
+            f"--long-prompt {load.long_prompt} and --new-tokens {load.new_tokens} are {long} together, must be at most "
+            f"{max_len}, what the model has room for"
+        )
     if options.num_pages is not None:
         return max_len, options.num_pages
     lengths = [max_len, *(most - 1) * [min(usual, max_len) if long else max_len]]
     return max_len, sum(-(-length // options.page_size) for length in lengths)
 
 
-def _model(checkpoint: str, dtype: str, *, drafts: bool) -> CausalLM:
+def _model(checkpoint: str, dtype: str, *, drafts: bool) -> tuple[CausalLM, Callable[[], CausalLM]]:
+    """A model without arrays, and what makes it with them."""
     if checkpoint in CONFIGS:
         config = CONFIGS[checkpoint] | {"num_nextn_predict_layers": int(drafts)}
-        return random_model(config, dtype=jnp.dtype(dtype))
-    if not pathlib.Path(checkpoint).is_dir():
-        raise ValueError(f"checkpoint={checkpoint!r} must be a folder or one of {', '.join(CONFIGS)}")
-    return load_checkpoint(checkpoint, dtype=jnp.dtype(dtype))
+        make = functools.partial(random_model, config, dtype=jnp.dtype(dtype))
+        return nnx.eval_shape(make), make
+    opened = open_checkpoint(checkpoint, dtype=jnp.dtype(dtype))
+    if drafts and not opened.model.can_draft:
+        raise ValueError(f"{checkpoint}: {opened.model.draft_refusal}")
+    return opened.model, opened.load
 
 
 def _report(

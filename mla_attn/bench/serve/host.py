@@ -23,12 +23,10 @@ from mla_attn.models import random_model
 from mla_attn.passes import Passes
 
 PAGE_SIZE, PROMPT_TOKENS = 64, 512
-PROMPTS = (1024, 8192, 32768, 131072)
 WAITING = (0, 10, 100, 1000)
 RUNNING, BESIDE = (1, 64), 32
 _DECODED = 100  # steps that are timed where nothing but decoding happens
 _WAITER = 16384  # tokens of a request that waits
-_MOST_PROMPT = 1 << 22
 # A model of next to no size: nothing of it is computed.
 _TINY = {
     "model_type": "deepseek_v3",
@@ -88,7 +86,7 @@ class Row:
     worst: float
 
 
-def measure(prompts: Sequence[int] = PROMPTS) -> Iterator[Row]:
+def measure(prompts: Sequence[int]) -> Iterator[Row]:
     """Measures row by row: prompts alone, then beside requests that decode, then requests that decode while others wait
     for pages."""
     for running in (0, BESIDE):
@@ -146,31 +144,13 @@ def _tokens(count: int) -> list[int]:
     return np.random.default_rng(count).integers(_TINY["vocab_size"], size=count).tolist()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mla-attn bench host``."""
-    parser.description = "Time the engine's own work: steps whose passes do nothing, in this thread's processor time."
-    parser.set_defaults(run=main)
-    numbers = ",".join(map(str, PROMPTS))
-    parser.add_argument("--prompt-tokens", default=numbers, metavar="N,N", help=f"of prompts (default {numbers})")
-    output.add_arguments(parser, picture="host ms a step by prompt length")
-
-
 def main(options: argparse.Namespace) -> int:
     """Prints a table, or JSON. Exit status 0."""
-    try:
-        prompts = [int(part) for part in options.prompt_tokens.split(",")]
-    except ValueError:
-        prompts = [0]
-    if not all(1 <= prompt <= _MOST_PROMPT for prompt in prompts):
-        raise ValueError(
-            f"--prompt-tokens {options.prompt_tokens!r} must be integers from 1 to {_MOST_PROMPT}, with commas between"
-        )
-    output.check_files(options)
     rows, head = [], machine()
     tell = output.say if options.json == "-" else print
     tell(f"{head['device']}, {head['date']}: host ms a step, passes replaced by nothing, prompts {PROMPT_TOKENS} "
          "tokens a step\n\n  prompt decoding  waiting    steps     mean    worst")  # fmt: skip
-    for row in tqdm(measure(prompts), desc="measuring", disable=not sys.stderr.isatty(), leave=False):
+    for row in tqdm(measure(options.prompt_tokens), desc="measuring", disable=not sys.stderr.isatty(), leave=False):
         rows.append(row)
         tell(f"{row.prompt:8} {row.running:8} {row.waiting:8} {row.steps:8} {row.mean:8.3f} {row.worst:8.3f}")
     report = {"machine": head, "steps": [dataclasses.asdict(row) for row in rows]}

@@ -97,7 +97,7 @@ def _machine(report: dict) -> str:
 def _drafts(config: dict) -> str:
     drafts = "no drafts" if config["tree"] is None else "drafts " + "x".join(map(str, config["tree"]))
     if config["simulated_acceptance"] is None:
-        return drafts
+        return drafts if config["tree"] is None else f"{drafts} (of random prompts)"
     return f"{drafts} (each SIMULATED to be right with probability {config['simulated_acceptance']:g})"
 
 

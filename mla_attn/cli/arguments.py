@@ -1,0 +1,303 @@
+"""The options of every command, and what must hold between them."""
+
+import argparse
+import functools
+import math
+from typing import Any
+
+from mla_attn.bench import output
+from mla_attn.bench.configs import CONFIGS
+from mla_attn.bench.ops import shapes
+from mla_attn.cli.options import (
+    FOLDER,
+    INT32_MAX,
+    MOST_BATCH,
+    MOST_DRAFTS,
+    MOST_PAGE_SIZE,
+    MOST_SEED,
+    TREE,
+    Kind,
+    Parser,
+    integer,
+    number,
+    several,
+    words,
+)
+from mla_attn.names import DENSE_GATHER, DTYPES, IMPLEMENTATIONS
+
+_PAGE_SIZE = integer(1, MOST_PAGE_SIZE)
+_NUM_PAGES = integer(1, INT32_MAX)
+_SEED = integer(0, MOST_SEED)
+_TEMPERATURE = number(0, 1e30)
+_MOST_TOKENS = 2**20  # of a request of a trace
+_MOST_TRACE = 10**8  # tokens of all requests of a trace: it is drawn as a whole
+
+
+@functools.cache
+def make_parser() -> Parser:
+    """The parser of all commands: it sets ``run``, a module's name, and ``check``, which is called with the options."""
+    parser = Parser(prog="mla-attn", description="Paged multi-head latent attention in JAX.")
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    _generate(commands.add_parser("generate", help="generate text from a DeepSeek checkpoint"))
+    demo = commands.add_parser("demo", help="generate plain, then speculatively, and compare")
+    demo.add("checkpoint", FOLDER, metavar="CHECKPOINT", help="folder of a checkpoint with an MTP layer")
+    _runs(demo, "mla_attn.cli.demo")
+
+    bench = commands.add_parser("bench", help="time attention ops, whole models or the engine")
+    kinds = bench.add_subparsers(required=True, metavar="KIND")
+    _bench_ops(kinds.add_parser("ops", help="check and time attention implementations, call by call"))
+    _bench_roofline(kinds.add_parser("roofline", help="draw the picture of a report of `bench ops`"))
+    _bench_model(kinds.add_parser("model", help="time decode steps of a whole model of random weights"))
+    _bench_serve(kinds.add_parser("serve", help="replay a trace of requests on the engine"))
+    _bench_host(kinds.add_parser("host", help="time the engine's own work, without a device's"))
+
+    _runs(commands.add_parser("supports", help="print which implementation serves which call"), "mla_attn.cli.supports")
+    return parser
+
+
+def _runs(parser: Parser, module: str, check: Any = lambda options: None) -> None:
+    parser.set_defaults(run=module, check=check)
+
+
+class _Version(argparse.Action):
+    def __init__(self, **options: Any):
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import mla_attn
+
+        print(f"mla-attn {mla_attn.__version__}")
+        parser.exit()
+
+
+def _generate(parser: Parser) -> None:
+    add = parser.add
+    add("checkpoint", FOLDER, metavar="CHECKPOINT", help="folder with config.json and safetensors")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="a prompt as text")
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="a prompt as comma-separated token ids")
+    prompt.add_argument(
+        "--prompts-file", metavar="F", help="a prompt a line: text, or ids with commas, as 1,2 or 42,; - is stdin"
+    )
+    add("--max-new-tokens", integer(1, INT32_MAX), default=64, metavar="N", help="most tokens per prompt (default 64)")
+    speculate = integer(0, MOST_DRAFTS)
+    add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)")
+    add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
+    add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="draw at this temperature (default 0: greedy)")
+    add("--top-k", integer(0, INT32_MAX), default=0, metavar="K", help="from the K likeliest (default 0: from all)")
+    top_p = number(0, 1, above=True)
+    add("--top-p", top_p, default=1.0, metavar="P", help="from the fewest of probability P (default 1: from all)")
+    add("--seed", _SEED, metavar="S", help="of the draws of the first prompt (default: a new one)")
+    add("--max-batch", integer(1, MOST_BATCH), metavar="B", help="most prompts that run at a time (default: all)")
+    add("--num-pages", _NUM_PAGES, metavar="N", help="cache pages (default: enough for all prompts)")
+    add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per cache page (default 64)")
+    add("--prefill-chunk", integer(1, INT32_MAX), metavar="C", help="most prompt tokens per pass (default 2048)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and cache (default bfloat16)"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    _implementation(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    _runs(parser, "mla_attn.cli.generate", _check_drafts)
+
+
+def _implementation(parser: Parser) -> None:
+    parser.add_argument(
+        "--implementation", choices=IMPLEMENTATIONS, help="of the attention ops (default: the best there is)"
+    )
+
+
+def _check_drafts(options: argparse.Namespace) -> None:
+    if options.tree and options.speculate not in (0, (0,)):
+        raise ValueError("--tree is not allowed with --speculate: a chain is the tree 1x1x...")
+
+
+def _bench_ops(parser: Parser) -> None:
+    parser.description = f"Check and time MLA implementations. A shape is {shapes.GRAMMAR}"
+    add = parser.add
+    shape, lengths = Kind(shapes.parse_shape, None), Kind(_lengths, None)
+    add("--shape", shape, action="append", metavar="SHAPE", help="a shape; may be repeated")
+    parser.add_argument("--set", choices=shapes.SETS, help="named shapes (default: cpu on a CPU, hopper elsewhere)")
+    add(
+        "--kv-lens", lengths, metavar="LENGTHS", help="lengths of one more shape, as 32768,63*16, with --heads, --q-len"
+    )
+    heads, q_len = integer(1, shapes.MOST_HEADS), integer(1, shapes.MOST_QUERIES)
+    add("--heads", heads, default=128, metavar="H", help="query heads of --kv-lens (default 128)")
+    add("--q-len", q_len, default=1, metavar="S", help="query tokens of --kv-lens (default 1)")
+    parser.add_argument("--list", action=_List, help="print the named shapes and run nothing")
+    add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of pool and queries (default bfloat16)")
+    add("--latent", _LATENT, default=(512, 64), metavar="R+E", help="latent and rope channels (default 512+64)")
+    add(
+        "--implementation",
+        words(*IMPLEMENTATIONS, DENSE_GATHER),
+        metavar="A,B",
+        help=f"which, of {', '.join(IMPLEMENTATIONS)}, {DENSE_GATHER} (default: all that are chosen unasked, and "
+        f"{DENSE_GATHER}: a gather of the whole padded table, then one softmax)",
+    )
+    repeats = integer(1, 1000)
+    add("--repeats", repeats, default=7, metavar="N", help="timed chains, of which the median counts (default 7)")
+    parser.add_argument("--unroll", action="store_true", help="unroll the chain of calls instead of looping over it")
+    add("--seed", _SEED, metavar="S", help="of all data (default: a new one)")
+    output.add_arguments(parser, picture="a roofline picture")
+    _runs(parser, "mla_attn.bench.ops.command", _check_bench_ops)
+
+
+def _parse_latent(text: str) -> tuple[int, int]:
+    rank, _, rope = text.partition("+")
+    return integer(1, 65536).parse(rank), integer(0, 65536).parse(rope)
+
+
+_LATENT = Kind(_parse_latent, "latent channels, 1 to 65536, and rope channels, 0 to 65536, as 512+64")
+
+
+def _lengths(text: str) -> str:
+    shapes.parse_lengths(text)
+    return text.replace(",", "+")
+
+
+class _List(argparse.Action):
+    def __init__(self, **options: Any):
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(shapes.GRAMMAR)
+        for name, texts in shapes.SETS.items():
+            print(f"\n{name}:", *texts, sep="\n  ")
+        parser.exit()
+
+
+def _check_bench_ops(options: argparse.Namespace) -> None:
+    if options.kv_lens:
+        requests = len(shapes.parse_lengths(options.kv_lens))
+        text = f"{requests}x{options.heads}x{options.q_len}x{options.kv_lens}"
+        options.shape = [*(options.shape or ()), shapes.parse_shape(text)]
+    output.check_files(options)
+
+
+def _bench_roofline(parser: Parser) -> None:
+    parser.description = "Draw the roofline picture of a report that `mla-attn bench ops --json FILE` wrote."
+    parser.add_argument("report", metavar="REPORT", help="the JSON file")
+    parser.add_argument("plot", metavar="PICTURE", help="the file to draw (needs matplotlib)")
+    parser.set_defaults(json=None)
+    _runs(parser, "mla_attn.bench.ops.roofline", functools.partial(output.check_files, picture="PICTURE"))
+
+
+def _bench_model(parser: Parser) -> None:
+    parser.description = "Time decode steps of a whole model of random bfloat16 weights and a real model's sizes."
+    add = parser.add
+    parser.add_argument("model", choices=CONFIGS, help="whose sizes")
+    batches = several(integer(1, MOST_BATCH))
+    add("--batch", batches, default=(1, 16, 64), metavar="B,B", help="requests of a step (default 1,16,64)")
+    kv_len = integer(1, min(config["max_position_embeddings"] for config in CONFIGS.values()))
+    add("--kv-len", kv_len, default=4096, metavar="N", help="tokens of each request (default 4096)")
+    add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
+    _implementation(parser)
+    output.add_arguments(parser, picture=None)
+    _runs(parser, "mla_attn.bench.model", output.check_files)
+
+
+def _bench_serve(parser: Parser) -> None:
+    parser.description = "Replay a synthetic trace of requests on the engine: throughput, latencies, a picture."
+    add, tokens = parser.add, integer(1, _MOST_TOKENS)
+    add(
+        "checkpoint",
+        _CHECKPOINT,
+        metavar="CHECKPOINT",
+        help=f"a folder, or one of {', '.join(CONFIGS)}: random weights",
+    )
+    add(
+        "--requests",
+        integer(1, 100_000),
+        metavar="N",
+        help="how many (default 64; of several batch sizes, 4 times each, from 8)",
+    )
+    rate = number(1e-3, math.inf)
+    add("--rate", rate, default=math.inf, metavar="R", help="arrivals per second, Poisson (default: all at once)")
+    add("--prompt-tokens", tokens, default=256, metavar="MEAN", help="of a prompt, prefix apart (default 256)")
+    add("--new-tokens", tokens, default=64, metavar="MEAN", help="generated per request (default 64)")
+    spread = number(0, 10)
+    add("--spread", spread, default=0.5, metavar="X", help="deviation of the lengths' logarithms (default 0.5)")
+    prefix = integer(0, _MOST_TOKENS)
+    add("--shared-prefix", prefix, default=0, metavar="TOKENS", help="length of 4 common prefixes (default 0: none)")
+    share = number(0, 1)
+    add("--shared-share", share, default=0.5, metavar="0..1", help="requests that begin with one (default 0.5)")
+    long = integer(0, _MOST_TOKENS)
+    add("--long-prompt", long, default=0, metavar="TOKENS", help="one more request, of such a prompt, after all others")
+    add(
+        "--max-batch",
+        several(integer(1, MOST_BATCH)),
+        default=(8,),
+        metavar="B,B",
+        help="most requests running at a time (default 8); of several, one after the other, the engine compiles passes "
+        "for these sizes alone",
+    )
+    add("--num-pages", _NUM_PAGES, metavar="N", help="pages of the cache (default: --max-batch requests of --max-len)")
+    add("--max-len", integer(1, INT32_MAX), metavar="N", help="most tokens of a request (default: 4 times the mean)")
+    add("--step-prompt-tokens", tokens, default=512, metavar="N", help="most computed per step (default 512)")
+    add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="0 (the default) is greedy")
+    drafts = several(integer(0, MOST_DRAFTS))
+    add(
+        "--speculate",
+        drafts,
+        default=(0,),
+        metavar="K,K",
+        help="draft K tokens per step (default 0); several, as 0,3, in turn. Prompts are random ids, whose "
+        "continuations are hard to draft: see --acceptance",
+    )
+    add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
+    rates = several(number(0, 1))
+    add("--acceptance", rates, metavar="X,X", help="pretend that each draft is right with this probability, 0 to 1")
+    add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default bfloat16)")
+    _implementation(parser)
+    add("--seed", integer(0, INT32_MAX), metavar="S", help="of the trace and of draws (default: a new one)")
+    output.add_arguments(parser, picture="latencies, or throughput by batch size")
+    _runs(parser, "mla_attn.bench.serve.command", _check_bench_serve)
+
+
+def _checkpoint(text: str) -> str:
+    return text if text in CONFIGS else FOLDER.parse(text)
+
+
+_CHECKPOINT = Kind(_checkpoint, f"a folder or one of {', '.join(CONFIGS)}")
+
+
+def _check_bench_serve(options: argparse.Namespace) -> None:
+    _check_drafts(options)
+    if options.acceptance is not None and not (options.tree or any(options.speculate)):
+        raise ValueError("--acceptance needs --speculate or --tree")
+    mean = options.shared_prefix + options.prompt_tokens + options.new_tokens
+    most = INT32_MAX if options.num_pages is None else options.num_pages * options.page_size
+    if options.max_len is not None and options.max_len > most:
+        raise ValueError(f"--max-len {options.max_len} must be at most {most}, what --num-pages hold")
+    if mean > (options.max_len or most):
+        raise ValueError(
+            f"--shared-prefix {options.shared_prefix}, --prompt-tokens {options.prompt_tokens} and --new-tokens "
+            f"{options.new_tokens} are {mean} together, must be at most {options.max_len or most}, what "
+            f"{'--max-len allows' if options.max_len else '--num-pages hold'}"
+        )
+    if options.long_prompt and options.long_prompt + options.new_tokens > (options.max_len or most):
+        raise ValueError(
+            f"--long-prompt {options.long_prompt} and --new-tokens {options.new_tokens} are "
+            f"{options.long_prompt + options.new_tokens} together, must be at most {options.max_len or most}, what "
+            f"{'--max-len allows' if options.max_len else '--num-pages hold'}"
+        )
+    requests = options.requests or max(64, 4 * max(options.max_batch))
+    if requests * mean > _MOST_TRACE:
+        raise ValueError(
+            f"{requests} requests of {mean} tokens, new ones included, must be at most {_MOST_TRACE} tokens together"
+        )
+    output.check_files(options)
+
+
+def _bench_host(parser: Parser) -> None:
+    parser.description = "Time the engine's own work: steps whose passes do nothing, in this thread's processor time."
+    usual = (1024, 8192, 32768, 131072)
+    numbers = ",".join(map(str, usual))
+    prompts = several(integer(1, _MOST_TOKENS))
+    parser.add("--prompt-tokens", prompts, default=usual, metavar="N,N", help=f"of prompts (default {numbers})")
+    output.add_arguments(parser, picture="host ms a step by prompt length")
+    _runs(parser, "mla_attn.bench.serve.host", output.check_files)

@@ -1,0 +1,185 @@
+"""``mla-attn generate``."""
+
+import argparse
+import dataclasses
+import json
+import re
+import secrets
+import sys
+
+import jax.numpy as jnp
+
+from mla_attn.engine import Engine, SamplingParams
+from mla_attn.models import check_model_fits, open_checkpoint
+from mla_attn.models.tokenizer import IdTokenizer, load_tokenizer
+from mla_attn.speculative import DraftTree
+from mla_attn.text import shown
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print texts to stdout, with the prompts they follow on stderr, or JSON. Exit status 0."""
+    tokenizer = _tokenizer(options)
+    prompts = read_prompts(options, tokenizer)
+    if isinstance(tokenizer, IdTokenizer):
+        print(f"mla-attn: warning: no text, token ids alone: {tokenizer.reason}", file=sys.stderr)
+    options.seed = secrets.randbits(32) if options.seed is None else options.seed
+    engine, parameters = _engine(options, prompts)
+    engine.warm_up(progress=sys.stderr.isatty())
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
+    show = None if options.json or len(prompts) > 1 else Printer(tokenizer)
+    if show is not None:
+        print(f"prompt: {texts[0]}", file=sys.stderr, flush=True)
+    tokens = {engine.add_request(*request): [] for request in zip(prompts, parameters, strict=True)}
+    for output in engine.run():
+        tokens[output.request_id] += output.tokens
+        if show is not None:
+            show(0, output.tokens)
+    if show is not None:
+        show.finish()
+        print()
+    elif options.json:
+        _print_json(options, prompts, list(tokens.values()), tokenizer, engine)
+        return 0
+    else:
+        for number, (prompt, new) in enumerate(zip(texts, tokens.values(), strict=True)):
+            print(f"[{number}] prompt: {prompt}", file=sys.stderr, flush=True)
+            print(f"[{number}] {tokenizer.decode(new)}", flush=True)
+    drawn = f", seed {options.seed}" if options.temperature else ""
+    print(summary(engine.statistics, engine.statistics.step_seconds) + drawn, file=sys.stderr)
+    return 0
+
+
+def _print_json(options: argparse.Namespace, prompts, tokens, tokenizer, engine: Engine) -> None:
+    requests = [
+        {
+            "prompt_ids": prompt,
+            "tokens": new,
+            "text": None if isinstance(tokenizer, IdTokenizer) else tokenizer.decode(new),
+        }
+        for prompt, new in zip(prompts, tokens, strict=True)
+    ]
+    stats = dataclasses.asdict(engine.statistics)
+    print(json.dumps({"requests": requests, "seed": options.seed, "stats": stats}))
+
+
+def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engine, list[SamplingParams]]:
+    """An engine for these prompts, and the parameters of each; what does not fit is told before weights are read."""
+    checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype))
+    model = checkpoint.model
+    _check_prompts(options, prompts, model)
+    widths = options.tree or (1,) * options.speculate
+    tree = DraftTree(widths) if widths else None
+    if tree is not None and not model.can_draft:
+        raise ValueError(f"{options.checkpoint}: {model.draft_refusal}")
+    drafts, page_size = tree.size - 1 if tree else 0, options.page_size
+    lengths = [len(prompt) + options.max_new_tokens for prompt in prompts]
+    pages = [-(-(length + drafts) // page_size) for length in lengths]
+    if options.num_pages is not None and options.num_pages < max(pages):
+        raise ValueError(
+            f"--num-pages {options.num_pages} must be at least {max(pages)}: the longest prompt needs them"
+        )
+    num_pages = options.num_pages or sum(pages)
+    check_model_fits(model, num_pages=num_pages, page_size=page_size)
+    parameters = [
+        SamplingParams(
+            max_new_tokens=options.max_new_tokens,
+            stop_tokens=() if options.ignore_eos else model.eos_token_ids,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=(options.seed + number) % 2**32,  # equal prompts get texts of their own
+            speculation=tree,
+        )
+        for number in range(len(prompts))
+    ]
+    max_batch = min(options.max_batch or len(prompts), len(prompts))
+    engine = Engine(
+        checkpoint.load(),
+        max_batch=max_batch,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_len=max(lengths),
+        speculation=() if tree is None else (tree,),
+        prompt_tokens=min(options.prefill_chunk or 2048, sum(map(len, prompts))),
+        max_waiting=len(prompts),
+        batches=(max_batch,),  # one program of each kind: most of a short run is compiling
+        implementation=options.implementation,
+    )
+    return engine, parameters
+
+
+def _check_prompts(options: argparse.Namespace, prompts: list[list[int]], model) -> None:
+    longest, positions = max(map(len, prompts)), model.max_position_embeddings
+    if longest + options.max_new_tokens > positions:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens and --max-new-tokens is {options.max_new_tokens}: together they "
+            f"must be at most max_position_embeddings={positions}"
+        )
+    for prompt in prompts:
+        if not prompt:
+            raise ValueError("a prompt is empty, must have at least one token")
+        if max(prompt) >= model.vocab_size:
+            raise ValueError(f"a prompt holds token {max(prompt)}, must be 0 to {model.vocab_size - 1}")
+
+
+def _tokenizer(options: argparse.Namespace):
+    """The checkpoint's tokenizer; if there is none to use, one for ids, with which prompts as text are refused."""
+    try:
+        return load_tokenizer(options.checkpoint)
+    except (ValueError, ImportError) as error:
+        return IdTokenizer(error)
+
+
+def read_prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
+    """Token ids of the prompts that the options name."""
+    if options.prompt is not None:
+        return [tokenizer.encode(options.prompt)]
+    if options.prompt_ids is not None:
+        if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", options.prompt_ids):
+            raise ValueError(f"--prompt-ids {shown(options.prompt_ids)} must be comma-separated token ids, as 1,2,3")
+        return [_ids("--prompt-ids", options.prompt_ids)]
+    name = options.prompts_file
+    try:
+        # closefd: stdin stays open.
+        with open(0 if name == "-" else name, encoding="utf-8-sig", closefd=name != "-") as file:
+            lines = [line.rstrip("\n") for line in file if line.strip()]  # splitlines() would cut at form feeds too
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts-file {shown(name)} must be text in UTF-8: {error}") from None
+    if not lines:
+        raise ValueError(f"--prompts-file {shown(name)} holds no prompt, must hold one a line")
+    # A number alone is text, as a question may be; with a comma after it, it is a token id.
+    ids = re.compile(r"\s*[0-9]+\s*,(\s*[0-9]+\s*,)*(\s*[0-9]+)?\s*")
+    return [_ids("--prompts-file", line) if ids.fullmatch(line) else tokenizer.encode(line) for line in lines]
+
+
+def _ids(option: str, text: str) -> list[int]:
+    parts = [part for part in text.split(",") if part.strip()]
+    if too_long := [part for part in parts if len(part.strip()) > 10]:
+        raise ValueError(f"{option} holds token {shown(too_long[0].strip())}, must be less than 2**31")
+    return [int(part) for part in parts]
+
+
+class Printer:
+    """Prints the first request's text as it comes, ``prefix`` before it."""
+
+    def __init__(self, tokenizer, *, prefix: str = ""):
+        self._stream, self._prefix = tokenizer.stream(), prefix
+
+    def __call__(self, request: int, tokens: list[int]) -> None:
+        if request == 0:
+            print(self._prefix, self._stream(tokens), sep="", end="", flush=True)
+            self._prefix = ""
+
+    def finish(self) -> None:
+        """Print what waited for tokens that did not come."""
+        print(self._stream.finish(), end="")
+
+
+def summary(statistics, seconds: float) -> str:
+    """What a run took, in a line."""
+    s = statistics
+    length = "" if s.acceptance_length is None else f", acceptance length {s.acceptance_length:.2f}"
+    return (
+        f"{s.new_tokens} tokens in {seconds:.2f} s ({s.tokens_per_second:.0f} tokens/s), "
+        f"{s.target_steps} target steps{length}; compiling took {s.warm_up_seconds:.1f} s before"
+    )

@@ -1,0 +1,131 @@
+"""Kinds of options: what the text of an argument must be, with the range of every number."""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from mla_attn.text import shown
+
+INT32_MAX = 2**31 - 1
+MOST_SEED = 2**32 - 1
+MOST_DRAFTS = 255  # of a chain or tree: 256 rows a request in a verify pass
+MOST_BATCH = 4096
+MOST_PAGE_SIZE = 65536  # tokens
+MOST_VALUES = 16  # of an option that takes several
+
+
+class Kind(NamedTuple):
+    """What an argument may be.
+
+    Attributes:
+        parse: from its text to its value; ValueError for anything else.
+        allowed: after "must be"; None where the message of ``parse`` says all.
+    """
+
+    parse: Callable[[str], Any]
+    allowed: str | None
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a ValueError where argparse prints its usage and exits: all errors of a command end in one place."""
+
+    def error(self, message: str) -> NoReturn:
+        own = re.fullmatch(r"argument [^:]*: \0(.*)", message, re.DOTALL)  # of ``add``: argparse's prefix goes
+        raise ValueError(own[1] if own else f"{message} ({self.prog} --help tells more)")
+
+    def parse_args(self, *arguments: Any) -> argparse.Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
+        options = super().parse_args(*arguments)
+        for name, value in vars(options).items():
+            if value == []:  # Python 3.12 makes this of "--option=--"
+                self.error(f"argument --{name.replace('_', '-')}: expected one argument")
+        return options
+
+    def add(self, flag: str, kind: Kind, **rest: Any) -> None:
+        """An argument of a kind, named ``flag`` in messages."""
+
+        def parse(text: str) -> Any:
+            try:
+                return kind.parse(text)
+            except ValueError as error:
+                given = text if re.fullmatch(r"[-+]?[0-9][0-9.e+-]{,30}", text) else shown(text)
+                reason = f"{rest.get('metavar') if flag[0] != '-' else flag} {given} must be {kind.allowed}"
+                raise argparse.ArgumentTypeError(f"\0{error if kind.allowed is None else reason}") from None
+
+        self.add_argument(flag, type=parse, **rest)
+
+
+def integer(least: int, most: int) -> Kind:
+    """An integer in decimal digits."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[-+]?[0-9]{1,20}", text) or not least <= int(text) <= most:
+            raise ValueError
+        return int(text)
+
+    return Kind(parse, f"an integer from {least} to {most}")
+
+
+def number(least: int | float, most: int | float, *, above: bool = False) -> Kind:
+    """A number from ``least``, or above it, to ``most``."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        flushed = 0 < abs(value) < 1.2e-38  # to zero, by devices
+        if flushed or not least <= value <= most or (above and value == least):  # NaN is not
+            raise ValueError
+        return value
+
+    upper = "" if most == math.inf else f", at most {most:g}"
+    return Kind(parse, f"a number {'above' if above else 'of at least'} {least:g}{upper}")
+
+
+def several(kind: Kind) -> Kind:
+    """One or more with commas between, as a tuple."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        parts = text.split(",", MOST_VALUES)
+        if len(parts) > MOST_VALUES:
+            raise ValueError
+        return tuple(kind.parse(part) for part in parts)
+
+    return Kind(parse, f"{kind.allowed}, or up to {MOST_VALUES} of them with commas between")
+
+
+def words(*allowed: str) -> Kind:
+    """One or more of a few words, with commas between."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if not set(names) <= set(allowed):
+            raise ValueError
+        return names
+
+    return Kind(parse, f"one of {', '.join(allowed)}, or several with commas between")
+
+
+def _tree(text: str) -> tuple[int, ...]:
+    parts = text.split("x")
+    if not all(re.fullmatch(r"[1-9][0-9]{,3}", part) for part in parts):
+        raise ValueError
+    widths, level, nodes = tuple(map(int, parts)), 1, 0
+    for width in widths:
+        level *= width
+        nodes += level
+        if nodes > MOST_DRAFTS:
+            raise ValueError
+    return widths
+
+
+TREE = Kind(_tree, f"widths of at least 1 joined by x, as 3x2x1, of at most {MOST_DRAFTS} drafts together")
+
+
+def _folder(text: str) -> str:
+    if not os.path.isdir(text):
+        raise ValueError
+    return text
+
+
+FOLDER = Kind(_folder, "a folder")

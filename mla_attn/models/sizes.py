@@ -1,0 +1,25 @@
+"""What a model and its cache take, before anything of it is made."""
+
+import jax
+from flax import nnx
+
+from mla_attn.memory import check_fits, tree_bytes
+from mla_attn.models.base import CausalLM
+from mla_attn.text import gibibytes
+
+
+def check_model_fits(model: CausalLM, *, num_pages: int, page_size: int) -> None:
+    """MemoryError, with figures, if the default device has no room for the weights and the cache of a model.
+
+    Args:
+        model: one without arrays, as ``Checkpoint.model`` or of ``nnx.eval_shape``.
+        num_pages: of the cache.
+        page_size: tokens per page.
+    """
+    weights = tree_bytes(nnx.state(model))
+    page = tree_bytes(jax.eval_shape(lambda: model.create_pools(num_pages=1, page_size=page_size)))
+    check_fits(
+        f"{num_pages} pages of {page_size} tokens ({gibibytes(num_pages * page)}) and the weights "
+        f"({gibibytes(weights)})",
+        num_pages * page + weights,
+    )
