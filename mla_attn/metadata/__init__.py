@@ -1,4 +1,4 @@
-"""What a step needs to know about its batch, and one builder per serving mode."""
+"""Metadata: what a call needs to know about its batch, and a builder for each serving mode."""
 
 from mla_attn.metadata.builders import (
     for_decode,

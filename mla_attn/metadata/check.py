@@ -1,4 +1,4 @@
-"""Checks of values that are known only at run time."""
+"""Checks of metadata values, which are known only at run time."""
 
 import jax
 import jax.core
@@ -13,18 +13,18 @@ from mla_attn.metadata.structure import AttentionMetadata
 def check_metadata(
     metadata: AttentionMetadata, *, num_pages: int, page_size: int, causal: bool = True, window: int | None = None
 ) -> None:
-    """Check the values of a metadata object: lengths, row ranges, page ids, slots.
+    """Checks the values of a metadata object: lengths, row ranges, page ids, slots.
 
-    On concrete arrays a violation is a ``ValueError`` naming the field, the first bad request or row, and its value.
-    Under a trace it becomes a ``jax.experimental.checkify`` check, so wrap the function in ``checkify.checkify``.
+    On concrete arrays a violation is a ``ValueError`` with the field, the first bad request or row, and its value.
+    Under a trace it becomes a ``jax.experimental.checkify`` check: wrap the function in ``checkify.checkify``.
 
     Args:
-        metadata: what a builder, or hand, made.
+        metadata: metadata from a builder, or made by hand.
         num_pages: pages N of a layer.
         page_size: tokens per page P.
         causal: as in the calls to come. If False, a request may have fewer keys than rows.
-        window: as in the calls to come: pages whose keys all lie left of every row's window may be anything, as those
-            that a windowed cache has freed.
+        window: as in the calls to come. Pages whose keys all lie left of every row's window may be anything: a windowed
+            cache has freed them.
 
     Raises:
         ValueError: a violation, or a wrong static value.
@@ -46,16 +46,16 @@ def check_metadata(
     rows, width = m.slots.shape[0], m.page_table.shape[1]
     used, ends = m.q_lens > 0, m.q_starts + m.q_lens
     outside = used & ((m.q_starts < 0) | (m.q_starts > rows - m.q_lens))  # not ends > rows: a sum may overflow
-    # The end of the nearest earlier request that has rows: ranges are ascending when none starts before it.
+    # The largest end of the earlier requests that have rows: ranges are ascending when none starts before it.
     reach = xp.concatenate([xp.zeros(1, xp.int32), _running_max(xp, xp.where(used, ends, 0))[:-1]])
-    held = -(-(m.kv_lens - m.kv_offsets) // stride)  # table slots in use
+    held = -(-(m.kv_lens - m.kv_offsets) // stride)  # keys in the table
     first_page = xp.arange(width)[None] * page_size
     columns = first_page < held[:, None]
-    if window is not None:  # the first row sees the keys after its position less the window
+    if window is not None:  # the first row sees the keys after its position minus the window
         after = xp.maximum(m.kv_lens - m.q_lens, 0) - m.kv_offsets  # no sum of these three may overflow
         hidden = xp.where(after < window, 0, (xp.maximum(after, window) - window) // stride + 1)
         columns &= (first_page + page_size > hidden[:, None]) & (hidden < held)[:, None]
-    order = xp.argsort(m.slots, stable=True)  # of rows with one slot, the first comes first
+    order = xp.argsort(m.slots, stable=True)  # stable: of rows with one slot, all but the first are wrong
     taken = m.slots[order]
     later = xp.concatenate([xp.zeros(min(rows, 1), bool), (taken[1:] == taken[:-1]) & (taken[1:] >= 0)])
     again = later[xp.argsort(order)]
@@ -66,7 +66,7 @@ def check_metadata(
         ("q_starts", m.q_starts, used & (m.q_starts < reach), "row ranges must be disjoint and ascending"),
         ("kv_lens", m.kv_lens, m.kv_lens < least, f"must be at least {'q_lens' if causal else 0}"),
         ("kv_offsets", m.kv_offsets, m.kv_offsets < 0, "must be at least 0"),
-        ("kv_lens", m.kv_lens, held > width * page_size, f"needs more table slots than W * P = {width * page_size}"),
+        ("kv_lens", m.kv_lens, held > width * page_size, f"needs more keys than W * P = {width * page_size}"),
         (
             "page_table",
             m.page_table,

@@ -1,4 +1,4 @@
-"""Where the tokens of each request lie: what all builders are told of pages, in one object."""
+"""The page layout of a batch: what every builder is told of pages, in one object."""
 
 import dataclasses
 from typing import Any
@@ -11,10 +11,10 @@ from mla_attn.checks import INT32_MAX, as_int32, check_integer
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """The pages of a batch and the rules of their use; builders make one of their arguments in their first line.
+    """The pages of a batch, and where a token at a position lies. Builders make one in their first line.
 
     Attributes:
-        page_table: int32 [B, W], after the page map; ids that name no page are negative or past the pool.
+        page_table: int32 [B, W], page ids after the page map; ids that name no page are negative or past the pool.
         page_size: tokens per page P.
         max_len: most tokens a request may hold.
     """
@@ -25,7 +25,7 @@ class PageLayout:
 
     @classmethod
     def of(cls, page_table: Any, *, page_size: int, max_len: int | None, page_map: Any) -> "PageLayout":
-        """The layout of a builder's arguments, checked."""
+        """Checks the arguments of a builder and makes their layout; ValueError as the builders."""
         page_table = as_int32("page_table", page_table)
         if page_table.ndim != 2 or page_table.shape[1] == 0:
             raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W] with W at least 1")
@@ -46,19 +46,21 @@ class PageLayout:
         return self.page_table.shape[0]
 
     def per_request(self, name: str, array: Any) -> Int[Array, "B"]:
-        """An argument of one integer a request, as int32."""
+        """Checks an argument of one integer per request, and returns it as int32."""
         array = as_int32(name, array)
         if array.shape != (self.batch,):
             raise ValueError(f"{name} has shape {array.shape}, must be ({self.batch},), one for each row of page_table")
         return array
 
     def room(self, prefix_lens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Tokens that fit behind each prefix. None behind a negative one: that is no request, and its positions would
-        wrap to the end of the table."""
+        """Tokens that fit behind each prefix.
+
+        None fit behind a negative one, which is no request: its positions would wrap to the end of the table.
+        """
         return jnp.where(prefix_lens < 0, 0, jnp.maximum(self.max_len - prefix_lens, 0))
 
     def slots(self, requests: Int[Array, "T"], positions: Int[Array, "T"]) -> Int[Array, "T"]:
-        """Slot of the token of a request that is cached at a position; -1 where no page is."""
+        """Slot of a request's token at a position; -1 where the table has no page."""
         pages = self.page_table[requests, positions // self.page_size]
         known = (pages >= 0) & (pages < INT32_MAX // self.page_size)  # a foreign id must not overflow into range
         return jnp.where(known, pages * self.page_size + positions % self.page_size, -1)

@@ -1,4 +1,4 @@
-"""What attention over packed, unpaged keys needs to know about its batch."""
+"""The metadata of attention over packed, unpaged keys."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedMetadata:
-    """Rows of each request among packed queries and packed keys.
+    """The rows of each request among packed queries and packed keys.
 
     Request b owns query rows ``q_starts[b] : q_starts[b] + q_lens[b]`` and key rows ``kv_starts[b] : kv_starts[b] +
     kv_lens[b]``; either may be none. The key of row ``kv_starts[b] + p`` has position p, query row j of the request

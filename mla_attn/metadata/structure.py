@@ -1,4 +1,4 @@
-"""What a step needs to know about its batch: the pytree that every op takes, and who owns which row."""
+"""The metadata pytree that every paged op takes, and which request owns which row."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -16,22 +16,22 @@ class AttentionMetadata:
     """Rows, lengths and pages of one call, for all layers.
 
     Request b owns query rows ``q_starts[b] : q_starts[b] + q_lens[b]`` (0 rows allowed; ranges disjoint and ascending);
-    rows nobody owns are padding. Row j of request b has position ``kv_lens[b] - q_lens[b] + j``. Table slot i holds the
-    key at position ``kv_offsets[b] + i * kv_stride``.
+    rows that no request owns are padding. Row j of request b has position ``kv_lens[b] - q_lens[b] + j``. Its key with
+    index i lies in page ``page_table[b, i // P]`` and has position ``kv_offsets[b] + i * kv_stride``.
 
     Attributes:
         q_starts: int32 [B], first query row of each request.
         q_lens: int32 [B], query rows of each request.
-        kv_lens: int32 [B], keys the last query row may see, this call's tokens included.
+        kv_lens: int32 [B], position of the last query row plus 1: tokens of the request, this call's included.
         page_table: int32 [B, W], page ids within a layer; entries past the length may hold anything.
-        kv_offsets: int32 [B], position of table slot 0 (windowed pools, context-parallel shards).
+        kv_offsets: int32 [B], position of the key with index 0 (windowed pools, context-parallel shards).
         slots: int32 [T], where row t's key is written (``page * P + offset``); -1 writes nothing.
         positions: int32 [T], position of row t, for rotary embeddings; 0 on padding.
-        work: work list of split-KV kernels, empty where an implementation needs none.
+        work: work list of the kernels; empty where an implementation needs none.
         max_q_len: static bound S of ``q_lens``.
-        kv_stride: static position step between table slots.
-        work_plan: static, what ``work`` was made for by ``plan_mla``; None while it is empty.
-        page_size: static, tokens per page P that ``slots`` were counted with, so that another pool is refused; None if
+        kv_stride: static step in position from one key index to the next.
+        work_plan: static description of the calls that ``plan_mla`` made ``work`` for; None while it is empty.
+        page_size: static tokens per page P that ``slots`` were counted with, so that another pool is refused; None if
             made by hand without it.
     """
 
@@ -52,7 +52,7 @@ class AttentionMetadata:
 def row_owners(
     q_starts: Int[Array, "B"], q_lens: Int[Array, "B"], num_rows: int
 ) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
-    """The request of each row and whether it has one (False on padding rows, whose request is arbitrary).
+    """Finds the request of each row, and whether it has one (False on padding rows, whose request is arbitrary).
 
     A request that starts at a negative row owns none.
     """

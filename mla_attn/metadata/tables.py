@@ -1,4 +1,4 @@
-"""Page tables from the maps of other systems."""
+"""Page tables made of the maps of other systems."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -13,7 +13,7 @@ def page_table_from_tokens(
     page_size: int,
     table_width: int | None = None,
 ) -> Int[Array, "B W"]:
-    """Page table of a token-granular map, computed on the device (sglang ``req_to_token``, ``req_pool_indices``).
+    """Makes a page table of a token-granular map, on the device (sglang ``req_to_token``, ``req_pool_indices``).
 
     Entry j is the page of token ``j * P``: ``req_to_token[request_ids[b], j * P] // P``. Tokens of a page must lie in
     one page in order, as page-aligned allocators guarantee. Entries past a request's length are whatever the map holds.

@@ -1,4 +1,4 @@
-"""Absorbed multi-head latent attention over a paged cache in plain JAX: bounded memory, runs anywhere."""
+"""``mla_attention`` in plain JAX: absorbed MLA over a paged cache, blockwise."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +10,7 @@ def mla_attention(
     q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, causal, batch_invariant, out_dtype,
     config: Config | None = None,
 ):  # fmt: skip
-    """``(out [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32.
+    """Attends: ``(out [T, H, R], lse float32 [T, H])``; products in the pool's dtype, sums in float32.
 
     With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a
     block that depends on the page size alone: every row then goes through the same products in the same order.
@@ -23,7 +23,7 @@ def mla_attention(
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
 
     def run(config: Config):
-        # Whole pages: a block is then a few contiguous pieces of memory.
+        # Whole pages, so that a block is a few contiguous ranges of memory.
         block = pool.page_size * max(1, config.block_keys // pool.page_size)
         if not batch_invariant:
             block = min(block, keys)

@@ -700,8 +700,8 @@ VIOLATIONS = {
     "q_starts: descending": ({"q_starts": i32(3, 2, 9, 0)}, "q_starts", 3, 0, "disjoint and ascending"),
     "kv_lens: shorter than rows": ({"kv_lens": i32(1, 0, 4, 5)}, "kv_lens", 0, 1, "must be at least q_lens"),
     "kv_lens: negative": ({"kv_lens": i32(9, -1, 4, 5)}, "kv_lens", 1, -1, "must be at least q_lens"),
-    "kv_lens: past the table": ({"kv_lens": i32(9, 0, 13, 5)}, "kv_lens", 2, 13, "more table slots than W * P = 12"),
-    "kv_lens: overflow": ({"kv_lens": i32(9, 0, INT32.max, 5)}, "kv_lens", 2, INT32.max, "more table slots"),
+    "kv_lens: past the table": ({"kv_lens": i32(9, 0, 13, 5)}, "kv_lens", 2, 13, "more keys than W * P = 12"),
+    "kv_lens: overflow": ({"kv_lens": i32(9, 0, INT32.max, 5)}, "kv_lens", 2, INT32.max, "more keys"),
     "kv_offsets: negative": ({"kv_offsets": i32(0, 0, 0, -1)}, "kv_offsets", 3, -1, "must be at least 0"),
     "kv_offsets: overflow": ({"kv_offsets": i32(INT32.min, 0, 0, 0)}, "kv_offsets", 0, INT32.min, "at least 0"),
     "page_table: negative": (
