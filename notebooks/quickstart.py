@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Paged latent attention in a Flax model
 #
-# Three things in a few minutes on a CPU: a Flax NNX layer that keeps its tokens in a paged cache under `jax.jit`,
-# decode and speculative verify over the same cache side by side, and how many tokens a verify step accepts as drafts
-# get longer or branch.
+# Four things in a few minutes on a CPU: what multi-head latent attention (MLA) caches and why that is small; a Flax NNX
+# layer that keeps its tokens in a paged cache under `jax.jit`; decode and speculative verify over the same cache side
+# by side; and how many tokens a verify step accepts as drafts get longer or branch.
 
 # %%
 import pathlib
@@ -31,11 +31,40 @@ from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
 
 # %% [markdown]
+# ## What MLA caches, and why it is small
+#
+# A model that generates text keeps something of every past token, in every layer, so that it need not compute it again.
+# Ordinary attention keeps a key and a value for each head. Grouped-query attention (GQA) lets several query heads share
+# them. MLA keeps one row for *all* heads: a latent `c`, from which the keys and values of every head can be computed,
+# and one rotary key `r`, because a rotation that depends on the position cannot be part of a fixed matrix.
+#
+# A decode step does not expand the latent. The score of head h is `(q_nope @ W_UK[h]) . c + q_rope . r`: the matrix
+# that would expand the key goes into the query instead (it is "absorbed"). The result is a mixture of latents, which
+# `W_UV[h]` turns into a mixture of values afterwards. So all heads read the same small row, whose latent is key and
+# value at once. The row is what a step has to load for each token of the context, and what limits how many requests
+# fit.
+
+# %%
+cached = {  # channels of a token in one layer
+    "keys and values of 128 heads\n(DeepSeek-V3, not compressed)": 128 * ((128 + 64) + 128),
+    "GQA: 8 key and value heads of 128": 8 * (128 + 128),
+    "MLA: latent 512 + rotary key 64\n(DeepSeek-V3)": 512 + 64,
+}
+size = [2 * channels for channels in cached.values()]
+figure, axis = plt.subplots(figsize=(7, 2.4))
+bars = axis.barh(list(cached), size, color=["C0", "C1", "C2"])
+axis.bar_label(bars, labels=[f"{n} bytes" for n in size], padding=4)
+axis.set(xlim=(0, 110_000), xlabel="bytes per token and layer, bfloat16")
+axis.invert_yaxis()
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
 # ## A layer with a paged cache
 #
-# Multi-head latent attention caches one row per token for all heads: a compressed latent and one rotary key. Queries
-# are taken into latent space (`W_UK` absorbed), and so is the result (`W_UV` takes it out). The layer below leaves
-# rotation out to stay short; `mla_attn.models` has the real one.
+# The rows of a request lie in *pages* of a fixed number of tokens, which may be anywhere in the pool; a *page table*
+# lists the pages of each request in order. The layer below leaves rotation out to stay short; `mla_attn.models` has the
+# real one.
 
 
 # %%

@@ -57,7 +57,7 @@ print(engine.statistics.programs, "programs")
 # ## Same tokens
 #
 # Six requests for one prompt: greedy and at temperature 0.8, each without speculation, with a chain of three drafts and
-# with a tree. The engine runs two at a time and admits the next one when a slot is free. Requests of different
+# with a tree. The engine runs two at a time and admits the next one when one of them ends. Requests of different
 # speculation share the cache and the steps; each kind has passes of its own.
 
 # %%
