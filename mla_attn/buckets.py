@@ -41,7 +41,8 @@ class Buckets:
 
     Args:
         name: shown in progress, warnings and profiles.
-        fn: ``fn(state, pool, inputs) -> (outputs, pool)``, jittable; the pool is donated.
+        fn: ``fn(state, pool, inputs) -> (outputs, pool)``, jittable; the pool is donated. Buckets of one ``jit_step``
+            share what it compiled.
         rungs: input pytrees of ``jax.ShapeDtypeStruct``, all of one structure, cheapest first.
 
     Attributes:
@@ -52,7 +53,7 @@ class Buckets:
 
     def __init__(self, name: str, fn: Callable[..., tuple[Any, Any]], rungs: Iterable[Any]):
         self.name = name
-        self._jitted = jax.jit(_named(fn, name), donate_argnums=1)
+        self._jitted = fn if hasattr(fn, "lower") else jit_step(fn, name)
         self._rungs = list(rungs)
         if not self._rungs:
             raise ValueError(f"rungs of {name!r} is empty, must hold at least one input shape")
@@ -126,6 +127,16 @@ class Buckets:
         return index
 
 
+def jit_step(fn: Callable[..., tuple[Any, Any]], name: str) -> Any:
+    """``fn(state, pool, inputs)`` jitted, the pool donated, under a name that profiles show."""
+
+    def step(state, pool, inputs):
+        return fn(state, pool, inputs)
+
+    step.__name__ = step.__qualname__ = name
+    return jax.jit(step, donate_argnums=1)
+
+
 def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool = True) -> float:
     """Compiles every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took."""
     begin = time.perf_counter()
@@ -169,14 +180,6 @@ def backend_compiles() -> int:
         jax.monitoring.register_event_duration_secs_listener(_counter)
         _counter.installed = True
     return _counter.count
-
-
-def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def step(state, pool, inputs):
-        return fn(state, pool, inputs)
-
-    step.__name__ = step.__qualname__ = name
-    return step
 
 
 def _holds(rung: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ...]) -> bool:

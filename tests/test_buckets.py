@@ -238,7 +238,8 @@ def test_weights_are_a_plain_tuple_of_arrays(passes):
 
 def fresh_pools(passes, seed=0):
     """Pools of random rows."""
-    pools, rng = passes.model(passes.state).create_pools(num_pages=4 * W + 3, page_size=P), np.random.default_rng(seed)
+    model, rng = passes.functions.model(passes.state), np.random.default_rng(seed)
+    pools = model.create_pools(num_pages=4 * W + 3, page_size=P)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), pools)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool
-from mla_attn.dispatch import choose
+from mla_attn.dispatch import Order, choose
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops import mla
 from mla_attn.specs import MLASpec
@@ -53,7 +53,7 @@ class CacheGroup:
             num_layers=self.num_layers, num_pages=num_pages, page_size=page_size, spec=self.spec, dtype=self.dtype
         )
 
-    def check_supported(self, *, page_size: int, implementation: str | None) -> None:
+    def check_supported(self, *, page_size: int, implementation: Order) -> None:
         """Raise unless an implementation of the attention op (the named one, if not None) takes decode calls over pages
         of this size. What it refuses of a model's calls it refuses of all of them, of decode too.
 
@@ -130,7 +130,7 @@ class CausalLM(Protocol):
         *,
         mode: str,
         tree_mask: Bool[Array, "B S M"] | None = None,
-        implementation: str | None = None,
+        implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Run the rows of this call through all layers, writing their cache rows.
 
@@ -160,7 +160,7 @@ class CausalLM(Protocol):
         *,
         mode: str,
         tree_mask: Bool[Array, "B S M"] | None = None,
-        implementation: str | None = None,
+        implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Run the draft layer: the row at position t takes the hidden state of position t and the token at t + 1.
 

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn import steps
+from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.models.base import MODES, CacheGroup, Metadata, Pool, Pools, create_pools
 from mla_attn.models.config import DeepseekConfig
@@ -44,7 +45,7 @@ class Step:
     mode: str
     form: Form
     tree_mask: Bool[Array, "B S M"] | None
-    implementation: str | None
+    implementation: Order
 
     @property
     def entry_point(self):
@@ -134,7 +135,7 @@ class DeepseekForCausalLM(nnx.Module):
         mode: str,
         form: Form | None = None,
         tree_mask: Bool[Array, "B S M"] | None = None,
-        implementation: str | None = None,
+        implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Run the rows of this call through all layers, writing their cache rows.
 
@@ -180,7 +181,7 @@ class DeepseekForCausalLM(nnx.Module):
         mode: str,
         form: Form | None = None,
         tree_mask: Bool[Array, "B S M"] | None = None,
-        implementation: str | None = None,
+        implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Run the draft layer: the row at position t predicts token t + 2 (arXiv:2412.19437, section 2.2).
 

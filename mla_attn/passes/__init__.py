@@ -2,6 +2,7 @@
 
 from mla_attn.passes.drafting import DraftPasses
 from mla_attn.passes.fields import FIELDS, INVALID_TOKEN, KEPT, SAMPLING, Arrays, Field, structs, zeros
+from mla_attn.passes.functions import Functions, Method
 from mla_attn.passes.passes import Pass, Passes, Shapes
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "Arrays",
     "DraftPasses",
     "Field",
+    "Functions",
+    "Method",
     "Pass",
     "Passes",
     "Shapes",

@@ -1,5 +1,6 @@
 """The passes that draft a tree with the model's draft layer, verify it, and bring the draft layer up to date."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,7 +12,8 @@ from mla_attn.buckets import Buckets
 from mla_attn.cache import move_rows
 from mla_attn.models.base import CausalLM, Pools
 from mla_attn.passes.fields import SAMPLING, Arrays
-from mla_attn.passes.passes import Passes, last_rows
+from mla_attn.passes.functions import Functions, Method, last_rows
+from mla_attn.passes.passes import Passes
 from mla_attn.speculative import DraftTree, accept_tree, path_moves, top_drafts
 
 
@@ -20,8 +22,8 @@ class DraftPasses:
     ``draft_decode`` (one for each step after the first draft), ``target_verify`` and ``draft_extend``.
 
     Args:
-        passes: passes of the model.
-        model: the model that ``passes`` was made of.
+        passes: of the model.
+        model: that ``passes`` was made of.
         tree: drafts per verify step; a chain of K drafts is a tree of K widths of 1.
 
     Raises:
@@ -33,33 +35,32 @@ class DraftPasses:
             raise ValueError(f"tree of widths {tree.widths} must be None: {model.draft_refusal}")
         if max(tree.widths) > model.vocab_size:
             raise ValueError(f"tree of widths {tree.widths}: each must be at most vocab_size={model.vocab_size}")
-        self._passes, self.tree, self._dim = passes, tree, model.hidden_size
+        self._passes, self.tree = passes, tree
+        self.functions = DraftFunctions(passes.functions, tree, model.hidden_size)
         self._sizes: dict[str, Any] = {"nodes": tree.size - 1, "path": tree.depth + 1}
 
     @functools.cached_property
     def draft_prefill(self) -> Buckets:
         """Prefill chunks through the draft layer: the first drafts of each request."""
         inputs = ("page_table", "seq_lens", "q_lens", "next_tokens", "sampled", "prompt_hidden")
-        return self._passes.buckets("draft_prefill", self._draft_prefill, inputs, prompts=True)
+        return self._passes.buckets("draft_prefill", Method(self.functions, "draft_prefill"), inputs, prompts=True)
 
     @functools.cached_property
     def target_verify(self) -> Buckets:
         """The anchor (the last emitted token) and its drafts through the model: which are accepted and emitted."""
         inputs = ("page_table", "lens", "active", "tokens", "drafts", *SAMPLING)
-        return self._passes.buckets("target_verify", self._target_verify, inputs, **self._sizes)
+        return self._passes.buckets("target_verify", Method(self.functions, "target_verify"), inputs, **self._sizes)
 
     @functools.cached_property
     def draft_extend(self) -> Buckets:
         """The emitted tokens through the draft layer, with the target's hidden states: the next first drafts."""
         inputs = ("page_table", "lens", "active", "emitted", "num_emitted", "emitted_hidden")
-        return self._passes.buckets("draft_extend", self._draft_extend, inputs, **self._sizes)
+        return self._passes.buckets("draft_extend", Method(self.functions, "draft_extend"), inputs, **self._sizes)
 
     @functools.cached_property
     def draft_decode(self) -> tuple[Buckets, ...]:
-        """A pass for each depth but the last: its drafts through the draft layer give the drafts after them.
-
-        Steps that differ only in their number, as those of a chain do, share a program.
-        """
+        """Drafts of each depth through the draft layer: the drafts after them. Steps that differ in nothing but their
+        number, as those of a chain, share a program."""
         tree, made, steps = self.tree, {}, []
         for level in range(1, tree.depth):
             key = "chain" if tree.is_chain else level
@@ -72,17 +73,37 @@ class DraftPasses:
         """Every program's ``Buckets``, once."""
         return [self.draft_prefill, *dict.fromkeys(self.draft_decode), self.target_verify, self.draft_extend]
 
-    def _draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
+    def _draft_decode(self, level: int) -> Buckets:
+        inputs = ("page_table", "lens", "active", "drafts", "hidden", "step", "num_drafted")
+        sizes = {"width": self.tree.level_sizes[level - 1], **self._sizes}
+        return self._passes.buckets("draft_decode", Method(self.functions, "draft_decode", (level,)), inputs, **sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftFunctions:
+    """The passes of one draft tree as pure functions.
+
+    Attributes:
+        base: the passes of the model.
+        tree: drafts per verify step.
+        hidden_size: width of the draft layer's hidden states.
+    """
+
+    base: Functions
+    tree: DraftTree
+    hidden_size: int
+
+    def draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
         """Row t of the draft layer takes the token after t: ``next_tokens``, or the sampled token where that is -1."""
-        passes, rows = self._passes, x["next_tokens"].shape[0]
+        passes, rows = self.base, x["next_tokens"].shape[0]
         model, m = passes.model(state), passes.prompt_metadata(x, rows)
         owner, _ = md.row_owners(m.q_starts, m.q_lens, rows)
         tokens = jnp.where(x["next_tokens"] < 0, x["sampled"][owner], x["next_tokens"])
         hidden, pools = passes.run_draft(model, x["prompt_hidden"], tokens, pools, m, mode="draft_extend")
         return self._first_drafts(model, last_rows(hidden, m)), pools
 
-    def _target_verify(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        passes, tree = self._passes, self.tree
+    def target_verify(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
+        passes, tree = self.base, self.tree
         model = passes.model(state)
         m = md.for_target_verify(
             x["page_table"],
@@ -111,36 +132,31 @@ class DraftPasses:
             "emitted_hidden": jnp.take_along_axis(hidden, jnp.maximum(path, 0)[:, :, None], axis=1),
         }, pools
 
-    def _draft_extend(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        passes, rows = self._passes, self.tree.depth + 1
+    def draft_extend(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
+        passes, rows = self.base, self.tree.depth + 1
         model, q_lens = passes.model(state), x["num_emitted"] * x["active"]
         m = md.for_draft_extend(x["page_table"], x["lens"], q_lens, max_q_len=rows, **passes.layout)
-        hidden, tokens = x["emitted_hidden"].reshape(-1, self._dim), x["emitted"].reshape(-1)
+        hidden, tokens = x["emitted_hidden"].reshape(-1, self.hidden_size), x["emitted"].reshape(-1)
         hidden, pools = passes.run_draft(model, hidden, tokens, pools, m, mode="draft_extend")
         return self._first_drafts(model, last_rows(hidden, m)), pools
 
-    def _draft_decode(self, level: int) -> Buckets:
-        """The pass over drafts of depth ``level``, which gives ``widths[level]`` drafts after each of them."""
-        passes, tree = self._passes, self.tree
+    def draft_decode(self, level: int, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
+        """Runs drafts of depth ``level``, which gives ``widths[level]`` drafts after each of them."""
+        passes, tree = self.base, self.tree
         nodes, spread, width = tree.level_sizes[level], tree.widths[level - 1], tree.widths[level]
         drafted = slice(1, tree.level_starts[level] + nodes)
         level_nodes = slice(tree.level_starts[level], tree.level_starts[level] + nodes)
-
-        def draft_decode(state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-            model, batch = passes.model(state), x["lens"].shape[0]
-            counts = {"num_tokens": nodes, "num_drafted": x["num_drafted"], "q_lens": nodes * x["active"]}
-            m = md.for_draft_decode(x["page_table"], x["lens"], x["step"], **counts, **passes.layout)
-            tokens = jax.lax.dynamic_slice_in_dim(x["drafts"], x["num_drafted"], nodes, axis=1)
-            hidden = jnp.repeat(x["hidden"], spread, axis=1).reshape(-1, self._dim)
-            options = {"mode": "draft_decode", "tree_mask": self._mask(batch, level_nodes, drafted)}
-            hidden, pools = passes.run_draft(model, hidden, tokens.reshape(-1), pools, m, **options)
-            hidden = hidden.reshape(batch, nodes, -1)
-            new = top_drafts(model.draft_logits(hidden), width)
-            drafts = jax.lax.dynamic_update_slice_in_dim(x["drafts"], new, x["num_drafted"] + nodes, axis=1)
-            return {"drafts": drafts, "hidden": hidden}, pools
-
-        inputs = ("page_table", "lens", "active", "drafts", "hidden", "step", "num_drafted")
-        return passes.buckets("draft_decode", draft_decode, inputs, width=tree.level_sizes[level - 1], **self._sizes)
+        model, batch = passes.model(state), x["lens"].shape[0]
+        counts = {"num_tokens": nodes, "num_drafted": x["num_drafted"], "q_lens": nodes * x["active"]}
+        m = md.for_draft_decode(x["page_table"], x["lens"], x["step"], **counts, **passes.layout)
+        tokens = jax.lax.dynamic_slice_in_dim(x["drafts"], x["num_drafted"], nodes, axis=1)
+        hidden = jnp.repeat(x["hidden"], spread, axis=1).reshape(-1, self.hidden_size)
+        options = {"mode": "draft_decode", "tree_mask": self._mask(batch, level_nodes, drafted)}
+        hidden, pools = passes.run_draft(model, hidden, tokens.reshape(-1), pools, m, **options)
+        hidden = hidden.reshape(batch, nodes, -1)
+        new = top_drafts(model.draft_logits(hidden), width)
+        drafts = jax.lax.dynamic_update_slice_in_dim(x["drafts"], new, x["num_drafted"] + nodes, axis=1)
+        return {"drafts": drafts, "hidden": hidden}, pools
 
     def _first_drafts(self, model, hidden) -> Arrays:
         hidden = hidden[:, None]
@@ -149,7 +165,7 @@ class DraftPasses:
         return {"drafts": drafts, "hidden": hidden}
 
     def _mask(self, batch: int, rows: slice, columns: slice):
-        """The tree's mask for every request; None for a chain, where the causal mask is all there is."""
+        """The tree's mask for every request; None for a chain, where causal says it all."""
         if self.tree.is_chain:
             return None
         mask = jnp.asarray(self.tree.mask[rows, columns])

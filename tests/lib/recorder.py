@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mla_attn import generation
 from mla_attn.engine import Engine
 from mla_attn.metadata import row_owners
 from mla_attn.models import CausalLM
-from mla_attn.passes import FIELDS, KEPT, Passes
+from mla_attn.passes import FIELDS, KEPT, Functions, Passes
 
 POOL_TOKENS = 2048  # one size for all runs: those with the same shapes compile the same programs
 
@@ -82,13 +83,12 @@ class Recording:
         return [call for call in self.calls if call.name in names]
 
 
-class _RecordedPasses(Passes):
-    """Passes that also return the rows of the model."""
+_rows: list[dict[str, Any]] = []  # of the model in the pass that is being traced
+_traced: dict["_WithRows", tuple] = {}
 
-    def __init__(self, *arguments, **options):
-        self.rows: list[dict[str, Any]] = []
-        self.traced: dict[str, tuple] = {}
-        super().__init__(*arguments, **options)
+
+class _RecordedFunctions(Functions):
+    """Passes that also note the rows of the model."""
 
     def run(self, model, tokens, pools, m, **options):
         hidden, pools = super().run(model, tokens, pools, m, **options)
@@ -103,15 +103,35 @@ class _RecordedPasses(Passes):
     def _note(self, tokens, m, logits):
         owners, owned = row_owners(m.q_starts, m.q_lens, m.slots.shape[0])
         requests = jnp.where(owned, owners, -1)
-        self.rows.append({"requests": requests, "positions": m.positions, "tokens": tokens, "logits": logits})
+        _rows.append({"requests": requests, "positions": m.positions, "tokens": tokens, "logits": logits})
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithRows:
+    """A pass that also returns the rows of the model."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *arguments):
+        _traced[self] = (self.fn, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments))
+        outputs, pools = self.fn(*arguments)
+        return {**outputs, "rows": _rows.pop()}, pools
+
+
+class _RecordedPasses(Passes):
+    functions_class = _RecordedFunctions
+
+    def __init__(self, *arguments, **options):
+        self.passes: dict[str, _WithRows] = {}
+        super().__init__(*arguments, **options)
+
+    @property
+    def traced(self) -> dict[str, tuple]:
+        return {name: _traced[fn] for name, fn in self.passes.items() if fn in _traced}
 
     def buckets(self, name, fn, inputs, **options):
-        def with_rows(*arguments):
-            self.traced[name] = (fn, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments))
-            outputs, pools = fn(*arguments)
-            return {**outputs, "rows": self.rows.pop()}, pools
-
-        return super().buckets(name, with_rows, inputs, **options)
+        self.passes[name] = _WithRows(fn)
+        return super().buckets(name, self.passes[name], inputs, **options)
 
 
 class _RecordedEngine(Engine):

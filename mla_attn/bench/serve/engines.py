@@ -7,19 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_attn.engine import Engine
-from mla_attn.passes import Passes
+from mla_attn.passes import Functions, Passes
 
 
-class _SimulatedPasses(Passes):
+class _SimulatedFunctions(Functions):
     """Passes whose state is the model's arrays and the probability that a draft is right."""
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self.simulate(0.0)
-
-    def simulate(self, acceptance: float) -> None:
-        weights = self.state[: self._structure.num_leaves]
-        self.state = (*weights, jnp.float32(acceptance))  # on the device, so that no call has to copy it there
 
     def model(self, state):
         return super().model(state[:-1])
@@ -29,12 +21,24 @@ class _SimulatedPasses(Passes):
         parents = tree.parents.tolist()
         child = np.array([parents.index(node) - 1 if node in parents else -1 for node in range(len(parents))])
         luck = jax.vmap(jax.vmap(_uniform, in_axes=(None, 0)))(x["seed"], positions)
-        # Where drafts are wrong, the target's token is the first one that was not drafted.
+        # The first token that is no draft stands for one that was not foreseen.
         ids = jnp.arange(len(parents), dtype=jnp.int32)
         drafted = (drafts[:, None] == ids[None, :, None]).any(axis=-1)
         unforeseen = jnp.argmin(drafted, axis=-1).astype(jnp.int32)[:, None]
         judged = jnp.where(luck < state[-1], drafts[:, child], unforeseen)
         return jnp.where(jnp.asarray(child >= 0)[None], judged, targets)
+
+
+class _SimulatedPasses(Passes):
+    functions_class = _SimulatedFunctions
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.simulate(0.0)
+
+    def simulate(self, acceptance: float) -> None:
+        weights = self.state[: self.functions.structure.num_leaves]
+        self.state = (*weights, jnp.float32(acceptance))  # on the device, so that no call has to copy it there
 
 
 class SimulatedEngine(Engine):
@@ -47,7 +51,7 @@ class SimulatedEngine(Engine):
     passes_class = _SimulatedPasses
 
     def simulate(self, acceptance: float) -> None:
-        """Sets the probability that a draft is accepted; nothing is compiled again."""
+        """From now on, drafts are right with this probability; programs stay as they are."""
         assert isinstance(self._passes, _SimulatedPasses)
         self._passes.simulate(acceptance)
 
