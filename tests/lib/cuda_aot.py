@@ -21,7 +21,7 @@ from flax import nnx
 from jax.experimental import topologies
 
 from checkpoints import V3
-from footprint import LARGE, PASSES, PROGRAMS, SMALL, Footprint, footprint, lower, lower_pass, place
+from footprint import PASSES, PROGRAMS, Footprint, footprint, lower, lower_pass, place, sizes_of
 from mla_attn.models import load_checkpoint
 from mla_attn.models.layers import Linear
 
@@ -40,15 +40,14 @@ def main(group: str) -> dict[str, list[Footprint] | str]:
     if group == "passes":
         model = load_checkpoint(V3, dtype=jnp.bfloat16)
         return {name: _attempt(_of_pass, name, model, device) for name in PASSES}
-    sizes = [dataclasses.replace(s, dtype=group) for s in (SMALL, LARGE)]
-    found = {name: _attempt(_of_program, name, sizes, device) for name in (*PROGRAMS, *CUDA_MISTAKES)}
+    if group == "float32":
+        return {name: _attempt(_of_program, name, group, device) for name in ("decode", "extend")}
+    found = {name: _attempt(_of_program, name, group, device) for name in (*PROGRAMS, *CUDA_MISTAKES)}
     return found | {"one_row": _attempt(_of_one_row, jnp.dtype(group), device)}
 
 
-def _of_program(name, sizes, device) -> list[Footprint]:
-    """For each of the sizes; the largest alone for a mistake."""
-    sizes = sizes if name in PROGRAMS else sizes[-1:]
-    return [footprint(lower(name, s, device), s.layer_bytes, **OPTIONS) for s in sizes]
+def _of_program(name, dtype, device) -> list[Footprint]:
+    return [footprint(lower(name, s, device), s.layer_bytes, **OPTIONS) for s in sizes_of(name, dtype)]
 
 
 def _of_one_row(dtype, device) -> list[Footprint]:

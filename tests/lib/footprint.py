@@ -51,6 +51,14 @@ SMALL = Sizes(num_pages=64, table_width=2048)
 LARGE = Sizes(num_pages=65536, table_width=8192)
 
 
+_BOTH = ("decode", "extend", "scan_layers")  # what others are made of
+
+
+def sizes_of(name: str, dtype: str) -> list[Sizes]:
+    """The sizes to compile a program for, the large one last."""
+    return [dataclasses.replace(s, dtype=dtype) for s in ((SMALL, LARGE) if name in _BOTH else (LARGE,))]
+
+
 # Arguments: the pool, a layer, and what the program takes besides.
 
 
@@ -307,9 +315,11 @@ def large_copies(hlo: str, least: int) -> list[str]:
     return found
 
 
-def assert_in_place(small: Footprint, large: Footprint):
-    """The pool is written where it lies, and neither its size nor the table's width costs scratch memory."""
-    assert (small.unaliased, large.unaliased) == (0, 0)
-    assert small.temp == large.temp
-    assert large.temp < large.layer / 2
+def assert_in_place(*found: Footprint):
+    """The pool is written where it lies, and neither its size nor the table's width costs scratch memory. ``found``
+    ends with the large one; of most programs there is no other, for compiling both takes twice as long."""
+    large = found[-1]
+    assert [each.unaliased for each in found] == [0] * len(found)
+    assert {each.temp for each in found} == {large.temp}
+    assert large.temp < large.layer / 8  # a quarter of what the table's rows take
     assert not large.copies
