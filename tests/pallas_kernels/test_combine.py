@@ -70,12 +70,13 @@ def check(invariant: bool, untouched: int, blocks: int) -> None:
     np.testing.assert_array_equal(np.asarray(got)[others], before[0][others])  # what is not split stays, bit for bit
 
 
-@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(
-    "untouched, blocks",
+    ("invariant", "untouched", "blocks"),
     [
-        (2, 3),  # few thread blocks: each joins several rows, one after the other
-        (0, 24),  # many: two share a row
+        (True, 2, 3),  # few thread blocks: each joins several rows, one after the other
+        (False, 0, 24),  # many: two share a row
+        pytest.param(False, 2, 3, marks=pytest.mark.slow),
+        pytest.param(True, 0, 24, marks=pytest.mark.slow),
     ],
 )
 def test_splits_are_joined_and_nothing_else_is_touched(invariant, untouched, blocks):
