@@ -119,7 +119,7 @@ class Passes:
 
     @functools.cached_property
     def extend(self) -> Buckets:
-        """Parts of prompts, after what is cached of them."""
+        """Prefill chunks, after what is cached of their prompts."""
         return self._prompt("extend")
 
     @functools.cached_property
@@ -142,8 +142,8 @@ class Passes:
         given: tuple[str, ...] = (),
         **sizes: int,
     ) -> Buckets:
-        """The ``Buckets`` of a pass: every batch size and, over prompts, every number of rows. Programs are shared by all
-        passes whose ``fn`` and other arguments are equal."""
+        """The ``Buckets`` of a pass: every batch size and, over prompts, every number of rows. Passes whose ``fn``
+        and other arguments are equal share programs."""
         made, jitted = _jitted(name, fn, inputs, tuple({**self.sizes, **sizes}.items()), given, self._wrap)
         shapes = self.shapes
         ladder = [{"B": batch} for batch in shapes.batches]
