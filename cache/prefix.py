@@ -12,6 +12,7 @@ import numpy as np
 
 from mla_attn.cache.allocator import PageAllocator
 from mla_attn.checks import INT32_MAX, check_integer
+from mla_attn.text import shown
 
 
 class PrefixCache:
@@ -59,7 +60,7 @@ class PrefixCache:
         size = self._pages.page_size
         data = np.asarray(tokens[len(digests) * size :])  # int32 would round or wrap, into other tokens
         if data.size and not (data.dtype.kind in "iu" and data.min() >= -INT32_MAX and data.max() <= INT32_MAX):
-            raise ValueError(f"tokens={tokens!r} must be integers of at most {INT32_MAX}")
+            raise ValueError(f"tokens={shown(tokens)} must be integers of at most {INT32_MAX}")
         data = data.astype(np.int32)
         digest = digests[-1] if digests else repr(kind).encode()
         for begin in range(0, len(data) - size + 1, size):

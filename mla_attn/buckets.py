@@ -138,15 +138,17 @@ def jit_step(fn: Callable[..., tuple[Any, Any]], name: str) -> Any:
 
 
 def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool = True) -> float:
-    """Compiles every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took."""
+    """Compiles every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took.
+
+    Ctrl-C is raised at once. What XLA is compiling then, which nothing interrupts, is finished in its threads, and
+    kept; Python waits for them where it ends.
+    """
     begin = time.perf_counter()
     work = [(b, index) for b in buckets for index in b.pending]
-    with (
-        tqdm(total=len(work), desc="compiling", disable=not progress, leave=False) as bar,
-        ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as compilers,
-    ):
-        compiling = []
+    compilers = ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1))
+    with tqdm(total=len(work), desc="compiling", disable=not progress, leave=False) as bar:
         try:
+            compiling = []
             for b, index in work:
                 bar.set_postfix_str(b.label(index))
                 # Traced in this thread: a trace may read its context. XLA compiles in others, without Python.
@@ -154,9 +156,8 @@ def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool
                 compiling[-1].add_done_callback(lambda _: bar.update())
             for program in compiling:
                 program.result()
-        except BaseException:
-            compilers.shutdown(cancel_futures=True)
-            raise
+        finally:
+            compilers.shutdown(wait=False, cancel_futures=True)
     return time.perf_counter() - begin
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from mla_attn.buckets import ladder
 from mla_attn.checks import check_integer
-from mla_attn.engine import Engine, Output, SamplingParams
+from mla_attn.engine import Engine, SamplingParams
+from mla_attn.engine.names import with_hints
+from mla_attn.engine.requests import check_length, check_prompt
 from mla_attn.engine.scheduler import CacheSizes, Limits
 from mla_attn.models.base import CausalLM
 from mla_attn.speculative import DraftTree
@@ -47,12 +49,13 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """New tokens of each prompt, in order, and statistics. A stop token ends a request and is its last token."""
+    """New tokens of each prompt, in order, and statistics. A stop or end token ends a request and is its last token."""
 
     tokens: list[list[int]]
     statistics: Statistics
 
 
+@with_hints
 def generate(
     model: CausalLM,
     prompts: Sequence[Sequence[int]],
@@ -62,7 +65,8 @@ def generate(
     tree: DraftTree | None = None,
     page_size: int = 64,
     prefill_chunk: int | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
     implementation: str | None = None,
     on_tokens: OnTokens | None = None,
     progress: bool = False,
@@ -78,7 +82,8 @@ def generate(
         tree: drafts as a tree instead.
         page_size: tokens per cache page.
         prefill_chunk: prompt tokens per request and pass; None takes whole prompts.
-        stop_tokens: ids that end a request.
+        stop_token_ids: ids that end a request, beside the model's ``eos_token_ids``.
+        ignore_eos: go on after one of the model's ``eos_token_ids``.
         implementation: of the attention ops; None picks.
         on_tokens: called with a prompt's index and its next tokens as they come.
         progress: show a progress bar while compiling.
@@ -86,35 +91,42 @@ def generate(
     Raises:
         ValueError: a size that is no integer or too small, an empty prompt, an id outside the vocabulary, more tokens
             than the model's positions, or drafts of a model that cannot draft.
+        TypeError: an argument that there is not; the message names the one that was meant.
         FloatingPointError: logits that are not all finite.
     """
-    _check(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk)
+    if not prompts:
+        raise ValueError("prompts is empty, must hold at least one prompt")
+    check_integer("num_drafts", num_drafts, 0)
+    check_integer("page_size", page_size, 1)
+    if prefill_chunk is not None:
+        check_integer("prefill_chunk", prefill_chunk, 1)
     if num_drafts:
         if tree is not None:
             raise ValueError(f"num_drafts={num_drafts} with tree={tree}: must be one or the other")
         tree = DraftTree.chain(num_drafts)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, speculation=tree
+    )
+    prompts = [check_prompt(f"prompts[{i}]", prompt, vocab_size=model.vocab_size) for i, prompt in enumerate(prompts)]
+    positions = model.max_position_embeddings
+    for i, prompt in enumerate(prompts):
+        check_length(f"prompts[{i}]", len(prompt), max_new_tokens, max_position_embeddings=positions)
     engine = _engine(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, implementation)
     engine.warm_up(progress=progress)
-    params = SamplingParams(max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, speculation=tree)
-    indices = {engine.add_request(prompt, params): index for index, prompt in enumerate(prompts)}
-    tokens: list[list[int]] = [[] for _ in prompts]
-
-    def emit(outputs: list[Output]) -> None:
-        for output in sorted(outputs, key=lambda output: output.request_id):
+    tokens: dict[int, list[int]] = {engine.add_request(prompt, params): [] for prompt in prompts}
+    indices = {name: index for index, name in enumerate(tokens)}
+    begin, begun = time.perf_counter(), set()
+    prefilled = begin
+    while engine.busy:
+        for output in sorted(engine.step(), key=lambda output: output.request_id):
             if output.error is not None:
                 raise output.error
-            index = indices[output.request_id]
-            tokens[index] += output.tokens
+            tokens[output.request_id] += output.tokens
             if on_tokens is not None:
-                on_tokens(index, output.tokens)
-
-    begin, first = time.perf_counter(), []
-    while len(first) < len(prompts):  # prompts come first, and each gives one token
-        first += engine.step()
-    prefilled = time.perf_counter()
-    emit(first)
-    while engine.busy:
-        emit(engine.step())
+                on_tokens(indices[output.request_id], output.tokens)
+            if output.request_id not in begun:
+                begun.add(output.request_id)
+                prefilled = time.perf_counter()
     end, done = time.perf_counter(), engine.statistics
     statistics = Statistics(
         prompt_tokens=sum(map(len, prompts)),
@@ -128,7 +140,7 @@ def generate(
         programs=done.programs,
         compiles_after_warm_up=done.compiles_after_warm_up,
     )
-    return Generation(tokens, statistics)
+    return Generation(list(tokens.values()), statistics)
 
 
 def _engine(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, implementation) -> Engine:
@@ -160,24 +172,3 @@ def _engine(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, impl
         prompt_rows=ladder(rows, smallest=8)[-1:],
         implementation=implementation,
     )
-
-
-def _check(model, prompts, max_new_tokens, num_drafts, page_size, prefill_chunk) -> None:
-    if not prompts:
-        raise ValueError("prompts is empty, must hold at least one prompt")
-    check_integer("max_new_tokens", max_new_tokens, 1)
-    check_integer("num_drafts", num_drafts, 0)
-    check_integer("page_size", page_size, 1)
-    if prefill_chunk is not None:
-        check_integer("prefill_chunk", prefill_chunk, 1)
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompts[{i}] is empty, must hold at least one token")
-        wrong = [t for t in prompt if not 0 <= t < model.vocab_size]
-        if wrong:
-            raise ValueError(f"prompts[{i}] holds token {wrong[0]}, must be 0 to {model.vocab_size - 1}")
-        if len(prompt) + max_new_tokens > model.max_position_embeddings:
-            raise ValueError(
-                f"prompts[{i}] has {len(prompt)} tokens and max_new_tokens={max_new_tokens}: together they must be at "
-                f"most max_position_embeddings={model.max_position_embeddings}"
-            )

@@ -1,5 +1,6 @@
 """Buckets over a small function, then the passes of a small model over their ladders."""
 
+import threading
 import time
 
 import jax
@@ -166,6 +167,31 @@ def test_warm_up_compiles_what_is_pending(caplog, monkeypatch):
     warm_up(both, state, state_and_pool()[1], progress=False)
     assert len(compile_events) - events == 3
     assert not caplog.records
+
+
+def test_an_interrupt_does_not_wait_for_what_is_compiling(monkeypatch):
+    """It is finished later, and kept."""
+    buckets, go_on, compile_one = make_buckets(), threading.Event(), Buckets._compile
+
+    def slow(self, index, lowered):
+        assert go_on.wait(60)
+        return compile_one(self, index, lowered)
+
+    def interrupted(self, index, state, pool):
+        if index == 1:
+            raise KeyboardInterrupt
+        return lower(self, index, state, pool)
+
+    lower = Buckets._lower
+    monkeypatch.setattr(Buckets, "_compile", slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(Buckets, "_lower", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            warm_up([buckets], *state_and_pool(), progress=False)
+    assert buckets.compiles == 0
+    go_on.set()
+    warm_up([buckets], *state_and_pool(), progress=False)
+    assert buckets.pending == []
 
 
 def test_warm_up_tells_of_a_program_that_does_not_compile(monkeypatch):

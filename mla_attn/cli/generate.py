@@ -83,7 +83,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
     parameters = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,
-            stop_tokens=() if options.ignore_eos else model.eos_token_ids,
+            ignore_eos=options.ignore_eos,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,

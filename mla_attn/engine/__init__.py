@@ -1,5 +1,6 @@
 """Continuous batching: requests in, token streams out."""
 
+from mla_attn.engine.batch import Result
 from mla_attn.engine.engine import Engine
 from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS
@@ -13,5 +14,6 @@ __all__ = [
     "OnOutput",
     "Output",
     "QueueFull",
+    "Result",
     "SamplingParams",
 ]

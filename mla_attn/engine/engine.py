@@ -8,30 +8,34 @@ device. The host plans with what it knows, the most tokens a request can have by
 
 import asyncio
 import collections
-import copy
 import itertools
+import os
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
-from mla_attn.checks import check_integer, check_integers
-from mla_attn.engine import inputs, streaming
+from mla_attn.checks import check_integer, check_integers, check_number
+from mla_attn.engine import batch, faults, inputs, launching, streaming
+from mla_attn.engine.batch import Prompt, Result
+from mla_attn.engine.names import with_hints
 from mla_attn.engine.outputs import Launch, Outbox
-from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams
+from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams, check_model, check_params
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS, CacheSizes, Limits, Request, Scheduler
+from mla_attn.engine.sizes import choose_sizes
 from mla_attn.engine.state import create_states, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
+from mla_attn.models import load_checkpoint
 from mla_attn.models.base import CausalLM
+from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from mla_attn.passes import DraftPasses, Passes, Shapes
 from mla_attn.speculative import DraftTree
-
-MAX_FAULTS = 3  # that a request is computed again after, without a token between them
+from mla_attn.text import shown
 
 
 class Engine:
@@ -44,7 +48,7 @@ class Engine:
     launch, a device error met while waiting, Ctrl-C at any point), nothing that was handed out is lost or repeated, and
     what was not is undone: the next step drops all launches, makes the cache anew, empty, and computes the running
     requests again, as after a preemption. A round of drafts counts as one launch. Programs are never compiled again. A
-    request whose launches met ``MAX_FAULTS`` faults since its last token ends with "error". Logits that are not
+    request whose launches met ``faults.MAX_FAULTS`` faults since its last token ends with "error". Logits that are not
     finite end their request with "error", and its pages are not reused. If the cache cannot be made anew, ``step()``,
     ``add_request`` and ``stream`` raise ``EngineDead`` until a step could.
 
@@ -54,9 +58,13 @@ class Engine:
     Args:
         model: a loaded checkpoint.
         max_batch: most requests running at a time.
-        num_pages: pages of the cache.
+        num_pages: pages of the cache. If None, as many as there is room for; on a CPU no more than ``max_batch`` of the
+            longest requests need.
         page_size: tokens per page.
-        max_len: most tokens of a request, prompt and new ones together.
+        max_len: most tokens of a request, prompt and new ones together. If None, the model's positions, or what all
+            pages hold if that is less. What was chosen is logged.
+        memory_fraction: of the memory that is free which the cache may take, above 0 and at most 1, if ``num_pages`` is
+            None. If None, 0.9 on a GPU (of what JAX may allocate there), a quarter on a CPU.
         speculation: draft trees that requests may ask for; each adds programs to compile.
         prompt_tokens: most prompt tokens computed in one step, all requests together; longer prompts come in parts,
             with tokens of other requests between them.
@@ -64,30 +72,45 @@ class Engine:
         max_waiting: most requests waiting; ``add_request`` refuses more.
         prefix_cache: whether full pages are found by their content, and kept while there is room.
         implementation: of the attention ops; None picks.
+        tokenizer: for prompts as text, and texts of ``generate``.
 
     Raises:
-        ValueError: a size that is no integer or below 1, ``max_len`` above the model's positions, trees for a model
-            that cannot draft, or an implementation that does not exist.
+        ValueError: a model that is none, a size that is no integer or below 1, ``max_len`` above the model's positions,
+            too little memory, trees for a model that cannot draft, or an implementation that does not exist.
+        TypeError: an argument that there is not; the message names the one that was meant.
         NotImplementedError: the implementation does not support this model here, with the reason.
     """
 
     passes_class = Passes  # of which benchmarks make variants
 
+    @with_hints
     def __init__(
         self,
         model: CausalLM,
         *,
         max_batch: int = 8,
-        num_pages: int,
+        num_pages: int | None = None,
         page_size: int = 64,
-        max_len: int,
+        max_len: int | None = None,
+        memory_fraction: float | None = None,
         speculation: Sequence[DraftTree] = (),
         prompt_tokens: int = 512,
         batches: Sequence[int] | None = None,
         max_waiting: int = 1024,
         prefix_cache: bool = True,
         implementation: str | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
+        check_model(model)
+        sizes = {"num_pages": num_pages, "max_len": max_len}
+        for name, value in (sizes | {"max_batch": max_batch, "page_size": page_size}).items():
+            if value is not None or name not in sizes:
+                check_integer(name, value, 1)
+        if memory_fraction is not None:
+            check_number("memory_fraction", memory_fraction, above=0, most=1)
+        num_pages, max_len = choose_sizes(
+            model, **sizes, page_size=page_size, max_batch=max_batch, memory_fraction=memory_fraction
+        )
         limits = Limits(
             max_batch=max_batch,
             max_len=max_len,
@@ -107,6 +130,28 @@ class Engine:
         rows = ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1]
         batches = tuple(sorted(batches)) if len(batches) else ladder(max_batch)
         self._build(model, limits, cache, speculation, batches, rows, implementation)
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_checkpoint(cls, path: str | os.PathLike, *, dtype: DTypeLike | None = None, **options: Any) -> "Engine":
+        """An engine for a checkpoint folder, with its tokenizer.
+
+        Args:
+            path: folder of the checkpoint.
+            dtype: of ``load_checkpoint``: that of the checkpoint if None.
+            options: of the constructor.
+
+        Raises:
+            ValueError: as ``load_checkpoint`` and the constructor. Where the tokenizer cannot be used, prompts as text
+                raise the reason.
+        """
+        engine = cls(load_checkpoint(path, dtype=dtype), **options)
+        if engine.tokenizer is None:
+            try:
+                engine.tokenizer = load_tokenizer(path)
+            except (ValueError, ImportError) as reason:
+                engine.tokenizer = IdTokenizer(reason)
+        return engine
 
     @classmethod
     def of(cls, model, limits: Limits, cache: CacheSizes, **rest: Any) -> "Engine":
@@ -130,6 +175,7 @@ class Engine:
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
         for group in model.cache_groups:
             group.check_supported(page_size=cache.page_size, implementation=implementation)
+        self.tokenizer: Tokenizer | None = None
         self.model, self.speculation, self.max_len = model, tuple(dict.fromkeys(speculation)), limits.max_len
         self.max_batch, self.max_waiting = limits.max_batch, limits.max_waiting
         self._limits, self._cache, self._batches = limits, cache, batches
@@ -177,7 +223,7 @@ class Engine:
         """
         with self._lock:
             self._refuse_in_callback("warm_up")
-            self._settle()
+            faults.settle(self)
             seconds = warm_up(self._programs(), self._passes.state, self._device, progress=progress)
             self._counters.warm_up_seconds += seconds
             self._compiles_at_warm_up = backend_compiles()
@@ -189,13 +235,39 @@ class Engine:
 
     # Requests.
 
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Result]:
+        """Serve prompts from begin to end, in this thread; compiles first what is not compiled yet.
+
+        Requests that are there already go on beside them; what those get is for the next ``step()`` or ``run()``. If it
+        is interrupted, its requests are cancelled.
+
+        Args:
+            prompts: of any number, each as ``add_request`` takes it.
+            params: of all prompts, or of each; greedy by default.
+            progress: show bars.
+
+        Returns:
+            What each prompt got, in their order. One that failed has ``error``; the others have their tokens.
+
+        Raises:
+            ValueError: as ``add_request``, for any of them, before anything is served.
+            EngineDead, KeyboardInterrupt: as ``step``.
+        """
+        return batch.generate(self, prompts, params, progress)
+
     def add_request(
-        self, prompt: Sequence[int], params: SamplingParams | None = None, *, on_output: OnOutput | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, on_output: OnOutput | None = None
     ) -> int:
         """Queue a request.
 
         Args:
-            prompt: token ids, at least one; used as they are.
+            prompt: token ids, at least one, used as they are; or text for the engine's tokenizer.
             params: how to choose tokens; greedy by default.
             on_output: called with each ``Output`` of this request, in the thread that steps, while the others wait. If
                 it raises, the request ends with "error"; others go on.
@@ -216,12 +288,12 @@ class Engine:
             self._leave(request)
             raise
 
-    def _request(self, prompt: Sequence[int], params: SamplingParams | None, on_output: OnOutput | None) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams | None, on_output: OnOutput | None) -> Request:
         """A request that ``_add`` puts in. Its caller has it before, so that an interrupt leaves none that nobody
         knows."""
         params = SamplingParams() if params is None else params
-        tokens = self._scheduler.check_request(prompt, params, vocab_size=self.model.vocab_size, trees=self.speculation)
-        request = Request(next(self._ids), tokens, params, on_output, time.perf_counter())
+        tokens, ends = self.check_request(prompt, params), self.model.eos_token_ids
+        request = Request(next(self._ids), tokens, params, on_output, time.perf_counter(), eos_token_ids=ends)
         self._scheduler.digest(request)
         return request
 
@@ -239,14 +311,24 @@ class Engine:
         request.on_output = None
         self.cancel(request.id)
 
-    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Whether this engine can serve a request, however busy it is.
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The token ids of a prompt that this engine can serve, however busy it is.
 
         Raises:
             ValueError: the prompt is empty, no sequence of integers, holds an id outside the vocabulary, or is too long
-                with ``max_new_tokens`` for ``max_len`` or for all pages; a draft tree the engine was not made with.
+                with ``max_new_tokens`` for ``max_len`` or for all pages; it is text, and the engine has no tokenizer;
+                a draft tree the engine was not made with.
         """
-        self._scheduler.check_request(prompt, params, vocab_size=self.model.vocab_size, trees=self.speculation)
+        check_params(params)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"prompt={shown(prompt)} is text, must be token ids: the engine has no tokenizer, give it one "
+                    "(tokenizer=load_tokenizer(path)) or make it by Engine.from_checkpoint(path)"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        sizes = {"vocab_size": self.model.vocab_size, "trees": self.speculation}
+        return self._scheduler.check_request(prompt, params, **sizes)
 
     def cancel(self, request_id: int) -> bool:
         """End a request at the next step; returns whether it was live."""
@@ -302,7 +384,7 @@ class Engine:
                 del outbox.outputs[0]
                 yield output
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[Output]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Output]:
         """Add a request and return its outputs as they come, driving the engine in a thread while there is work.
 
         To be called where an event loop runs. One task a loop steps for all streams; requests beside them need an
@@ -319,13 +401,13 @@ class Engine:
             self._refuse_in_callback("step")
             begin, outbox = time.perf_counter(), self._outbox
             try:
-                self._settle()
+                faults.settle(self)
                 self._in_doubt = True
                 before = self._counters.launches
                 self._take_new()
                 self._end_cancelled()
-                self._launch()
-                self._read(before if self._limits.overlap else self._counters.launches)
+                launching.launch(self)
+                launching.read(self, before if self._limits.overlap else self._counters.launches)
                 self._in_doubt = False
                 self._counters.steps += int(self._counters.launches > before)
             except BaseException as fault:
@@ -344,43 +426,6 @@ class Engine:
     def _refuse_in_callback(self, method: str) -> None:
         if self._outbox.in_callback:
             raise RuntimeError(f"{method}() was called from a callback of step()")
-
-    def _settle(self) -> None:
-        """Make host and device agree again if they may not. Whatever cuts this short, it can be called again."""
-        if not self._in_doubt:
-            return
-        self._charge()
-        self._unread.clear()
-        # Before the new one takes memory: frames of tracebacks, whoever keeps them, may hold the old one.
-        for array in jax.tree.leaves(self._device):
-            if not array.is_deleted():
-                array.delete()
-        self._device = None
-        self._outbox.record_again()
-        with self._adding:
-            self._new.clear()
-            live = sorted((r for r in self._live.values() if not r.finished), key=lambda r: r.id)
-            self._scheduler.reset(live)
-        self._cancels.extend(r for r in live if r.cancelled)
-        self._outbox.tell_again()
-        for request in live:
-            if request.num_faults >= MAX_FAULTS and not request.finished:
-                self._outbox.hand_out(request, (), "error", request.fault)
-        try:
-            self._device = self._create_device()
-        except Exception as error:
-            self._dead = EngineDead("the engine cannot go on: its cache could not be made anew")
-            raise self._dead from error
-        self._dead, self._in_doubt = None, False
-
-    def _charge(self) -> None:
-        """Count the last step's fault for the requests of the launch that met it; for the oldest request if none was at
-        hand, so that what always fails comes to an end."""
-        (fault, self._fault), (involved, self._involved) = (self._fault, None), (self._involved, ())
-        if isinstance(fault, Exception) and not isinstance(fault, EngineDead):
-            text = _without_traceback(fault)
-            for request in involved or sorted(self._live.copy().values(), key=lambda r: r.id)[:1]:
-                request.num_faults, request.fault = request.num_faults + 1, text
 
     def clear_prefix_cache(self) -> None:
         """Forget the pages of requests that have ended; what runs keeps its own.
@@ -446,99 +491,6 @@ class Engine:
                 self._outbox.hand_out(request, (), "cancelled")
             self._cancels.popleft()
 
-    # Launching passes. Nothing here waits for the device, unless pages run out.
-
-    def _launch(self) -> None:
-        """A pass over prompts, and one for the next tokens of each kind of request."""
-        self._scheduler.admit()
-        if parts := self._scheduler.next_prompts():
-            self._launch_prompts(parts)
-            if self._limits.prompts_first:
-                return
-        for kind in (None, *self.speculation):
-            if ready := self._scheduler.next_tokens(kind, self._read_all):
-                self._launch_tokens(kind, ready)
-
-    def _launch_prompts(self, parts: list[tuple[Request, slice]]) -> None:
-        """One pass over parts of prompts, of requests of one kind of speculation."""
-        self._involved = requests = [request for request, _ in parts]
-        shared = self._inputs(requests) | inputs.prompt_lengths(parts)
-        bucket = self._passes.extend if any(part.start for _, part in parts) else self._passes.prefill
-        out = self._run(bucket, **inputs.prompt_tokens(parts), **shared)
-        if kind := requests[0].params.speculation:
-            drafting = {"sampled": out["tokens"], "prompt_hidden": out["prompt_hidden"], **shared}
-            self._run(self._drafting[kind].draft_prefill, **inputs.next_tokens(parts), **drafting)
-        for request, part in parts:
-            request.num_computed = part.stop
-            request.num_passes_in_flight += not request.wants_prompt_pass
-            self._counters.prompt_tokens += part.stop - part.start
-        self._expect(requests, out["tokens"], stops=tuple(part.stop for _, part in parts))
-
-    def _launch_tokens(self, kind: DraftTree | None, requests: list[Request]) -> None:
-        """The next tokens of requests of one kind: a decode pass, or drafting and verifying."""
-        self._involved = requests
-        shared = self._inputs(requests) | {"active": np.ones(len(requests), np.int32)}
-        if kind is None:
-            tokens, rows = self._run(self._passes.decode, **shared)["tokens"], 1
-        else:
-            passes, shared = self._drafting[kind], inputs.placed(shared, self._batches)
-            for bucket, step in zip(passes.draft_decode, self._draft_steps[kind], strict=True):
-                self._run(bucket, **step, **shared)
-            out = self._run(passes.target_verify, **shared)
-            verified = {name: out[name] for name in ("emitted", "num_emitted", "emitted_hidden")}
-            self._run(passes.draft_extend, **verified, **shared)
-            tokens, rows = out["emitted"], kind.depth + 1
-        for request in requests:
-            request.num_passes_in_flight += 1
-            request.num_rows_in_flight += rows
-        self._counters.target_steps += 1
-        self._expect(requests, tokens, rows=rows)
-
-    def _inputs(self, requests: list[Request]) -> dict[str, np.ndarray]:
-        slots = np.array([r.slot for r in requests], np.int32)
-        return {"page_table": self._scheduler.pages.table([r.id for r in requests]), "slots": slots}
-
     def _run(self, bucket: Buckets, **arrays: Any) -> dict[str, Any]:
         outputs, self._device = bucket(self._passes.state, self._device, arrays)
         return outputs
-
-    def _expect(self, requests: list[Request], tokens: Any, *, rows: int = 0, stops: tuple[int, ...] = ()) -> None:
-        """Tokens on their way, for a later step to read."""
-        tokens.copy_to_host_async()
-        self._unread.append(Launch(self._counters.launches, list(enumerate(requests)), tokens, rows, stops))
-        self._counters.launches += 1
-        self._involved = ()
-
-    # Reading tokens, and handing them out.
-
-    def _read_all(self) -> bool:
-        """Read all launches; whether there were any."""
-        there = bool(self._unread)
-        self._read(self._counters.launches)
-        return there
-
-    def _read(self, before: int) -> None:
-        """Wait for what was launched before the launch of that number, and hand out its tokens."""
-        while self._unread and self._unread[0].number < before:
-            launch, begin = self._unread[0], time.perf_counter()
-            self._involved = [request for _, request in launch.requests]
-            tokens = np.asarray(launch.tokens)
-            self._counters.wait_seconds += time.perf_counter() - begin
-            each = tokens.reshape(len(tokens), -1).tolist()
-            self._unread.popleft()
-            for index, (row, request) in enumerate(launch.requests):
-                if request.finished:
-                    continue
-                if launch.stops:
-                    self._outbox.account_prompt(request, launch.stops[index], each[row][0])
-                else:
-                    self._outbox.account_tokens(request, launch.rows, each[row])
-            self._involved = ()
-
-
-def _without_traceback(error: Exception) -> Exception:
-    """The error alone: frames of its traceback, and of those before it, hold arrays."""
-    try:
-        return copy.copy(error)
-    except Exception:  # its constructor takes other arguments
-        return RuntimeError(f"{type(error).__name__}: {error}")

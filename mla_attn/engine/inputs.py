@@ -23,7 +23,8 @@ def prompt_lengths(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
 def prompt_tokens(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
     """What the target's pass over prompt parts takes: their tokens, and how the next ones are chosen."""
     options = {
-        name: np.array([getattr(request.params, name) for request, _ in parts], FIELDS[name].dtype) for name in SAMPLING
+        name: np.array([getattr(request.params, name) or 0 for request, _ in parts], FIELDS[name].dtype)
+        for name in SAMPLING  # a greedy request needs no seed
     }
     return {"prompt_tokens": np.concatenate([request.tokens[part] for request, part in parts]), **options}
 

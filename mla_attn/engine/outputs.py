@@ -102,8 +102,8 @@ class Outbox:
         ``invalid`` says that the token after them is none: it ends the request unless one of these does.
         """
         new = new[: request.params.max_new_tokens - request.num_new]
-        stop = next((i for i, token in enumerate(new) if token in request.params.stop_tokens), None)
-        if stop is not None:
+        if not request.stops.isdisjoint(new):
+            stop = next(i for i, token in enumerate(new) if token in request.stops)
             new = new[: stop + 1]
             self.hand_out(request, new, "stop")
         elif request.num_new + len(new) == request.params.max_new_tokens:
@@ -129,7 +129,7 @@ class Outbox:
         keep: bool = True,
     ) -> None:
         """Give a request its next tokens. With a ``reason`` it ends; ``keep`` is whether its pages may be reused."""
-        output = Output(request.id, list(new), reason, error)
+        output = Output(request.id, list(new), reason, error, request.params.seed)
         current = _HandOut(request, output, request.num_tokens, time.perf_counter())
         self._current = current
         self.outputs.append(output)

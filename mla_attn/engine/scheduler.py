@@ -11,8 +11,8 @@ import numpy as np
 
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
-from mla_attn.checks import check_integer, check_integers
-from mla_attn.engine.requests import OnOutput, SamplingParams
+from mla_attn.checks import check_integer
+from mla_attn.engine.requests import OnOutput, SamplingParams, check_length, check_prompt
 from mla_attn.engine.statistics import Counters
 from mla_attn.speculative import DraftTree
 
@@ -77,6 +77,7 @@ class Request:
 
     Attributes:
         id: unique in its engine.
+        stops: ids that end it.
         tokens: int32, the prompt and room for what is generated, of which ``num_tokens`` are there. The only part that
             a fault leaves as it is.
         slot: index of its state on the device, while it runs.
@@ -91,8 +92,18 @@ class Request:
         fault: what the last of them raised.
     """
 
-    def __init__(self, id: int, prompt: Sequence[int], params: SamplingParams, on_output: OnOutput | None, now: float):
-        self.id, self.params, self.on_output, self.arrived = id, params, on_output, now
+    def __init__(
+        self,
+        id: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_output: OnOutput | None,
+        now: float,
+        *,
+        eos_token_ids: Iterable[int] = (),
+    ):
+        self.id, self.params, self.on_output, self.arrived = id, params.with_seed(), on_output, now
+        self.stops = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)])
         self.prompt_len = self.num_tokens = len(prompt)
         self.tokens = np.empty(len(prompt) + params.max_new_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
@@ -171,21 +182,17 @@ class Scheduler:
         self, prompt: Sequence[int], params: SamplingParams, *, vocab_size: int, trees: Sequence[DraftTree]
     ) -> list[int]:
         """The tokens of a prompt; ValueError where a request could never run, as ``Engine.check_request``."""
-        prompt = check_integers("prompt", prompt)
-        if len(prompt) == 0:
-            raise ValueError("prompt is empty, must hold at least one token")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            wrong = next(t for t in prompt if not 0 <= t < vocab_size)
-            raise ValueError(f"prompt holds token {wrong}, must be 0 to {vocab_size - 1}")
-        lengths = f"prompt has {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}"
-        if len(prompt) + params.max_new_tokens > self.limits.max_len:
-            raise ValueError(f"{lengths}: together they must be at most max_len={self.limits.max_len}")
+        prompt = check_prompt("prompt", prompt, vocab_size=vocab_size)
+        check_length("prompt", len(prompt), params.max_new_tokens, max_len=self.limits.max_len)
         if params.speculation is not None and params.speculation not in trees:
             made = ", ".join(str(tree.widths) for tree in trees) or "none"
             raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
         needed = self.cache.pages(self.most_rows(len(prompt), params))
         if needed > self.cache.num_pages:
-            raise ValueError(f"{lengths}: they need {needed} pages, must be at most num_pages={self.cache.num_pages}")
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}: they need {needed} "
+                f"pages, must be at most num_pages={self.cache.num_pages}"
+            )
         return prompt
 
     # Who runs.

@@ -8,7 +8,7 @@ row owners are the same in the metadata of all groups; page tables, slots and of
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -66,9 +66,22 @@ class CacheGroup:
 
 
 def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
-    """An all-zero pool for each group, of ``num_pages`` pages each or as many as the mapping says."""
+    """An all-zero pool for each group, of ``num_pages`` pages each or as many as the mapping says, which must name
+    them all."""
+    groups = tuple(groups)
     sizes = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys((g.name for g in groups), num_pages)
+    check_groups("num_pages", sizes, groups)
     return {group.name: group.create_pool(num_pages=sizes[group.name], page_size=page_size) for group in groups}
+
+
+def check_groups(name: str, value: Any, groups: Iterable[CacheGroup]) -> None:
+    """ValueError unless ``value``, the argument of that name, is a mapping with just these cache groups."""
+    wanted = [group.name for group in groups]
+    keys = f"a dict with {', '.join(map(repr, wanted))}"
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is a {type(value).__name__}, must be {keys}, a value for each cache group")
+    if set(value) != set(wanted):
+        raise ValueError(f"{name} has the cache groups {list(value)}, must be {keys}")
 
 
 @runtime_checkable

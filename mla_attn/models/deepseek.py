@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_attn import steps
 from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.models.base import MODES, CacheGroup, Metadata, Pool, Pools, create_pools
+from mla_attn.models.base import MODES, CacheGroup, Metadata, Pool, Pools, check_groups, create_pools
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weight
 from mla_attn.models.moe import MoE
@@ -155,9 +155,10 @@ class DeepseekForCausalLM(nnx.Module):
             Hidden states after the final norm, and the pools.
 
         Raises:
-            ValueError: a mode or form that does not exist or do not go together.
+            ValueError: a mode or form that does not exist or do not go together; pools or metadata that are not
+                under the name of the cache group.
         """
-        pool, m = pools[GROUP], metadata[GROUP]
+        pool, m = self._group(pools, metadata)
         x = self.embed_tokens(tokens)
         step, m = self._step(pool, m, x.dtype, mode, form, tree_mask, implementation)
         cos_sin = _rotation(self.config, m)
@@ -199,7 +200,7 @@ class DeepseekForCausalLM(nnx.Module):
             ValueError: as ``__call__``, or the model has no draft layer.
         """
         self._require_mtp()
-        pool, m = pools[GROUP], metadata[GROUP]
+        pool, m = self._group(pools, metadata)
         step, m = self._step(pool, m, hidden.dtype, mode, form, tree_mask, implementation)
         cos_sin = _rotation(self.config, m)
         hidden, pool = self.mtp(hidden, next_tokens, cos_sin, pool, m, step, layer=self.config.num_hidden_layers)
@@ -209,6 +210,12 @@ class DeepseekForCausalLM(nnx.Module):
         """Float32 logits of hidden states that ``draft`` returned."""
         self._require_mtp()
         return self.mtp.head.float32(draft_hidden)
+
+    def _group(self, pools: Pools, metadata: Metadata) -> tuple[Pool, AttentionMetadata]:
+        """The pool and the metadata of the one cache group."""
+        for name, value in (("pools", pools), ("metadata", metadata)):
+            check_groups(name, value, self.cache_groups)
+        return pools[GROUP], metadata[GROUP]
 
     def _step(
         self, pool: Pool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation

@@ -33,7 +33,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCALE = "_scale_inv"  # of an FP8 block; multiplied, in spite of its name
 
 
-def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekForCausalLM:
+def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> DeepseekForCausalLM:
     """Load a folder with ``config.json`` and ``model.safetensors`` (or its shards and their index).
 
     FP8 weights with block scales are dequantised to ``dtype``. One tensor is in host memory at a time (for experts, one
@@ -46,7 +46,8 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> DeepseekFor
 
     Args:
         path: checkpoint folder.
-        dtype: bfloat16 or float32, of parameters and activations.
+        dtype: bfloat16 or float32, of parameters and activations. If None, float32 where the checkpoint's embedding is
+            stored so, else bfloat16.
 
     Raises:
         CheckpointError: missing or damaged files; missing, unexpected or misshapen tensors; a dtype that is not read.
@@ -76,13 +77,15 @@ class Checkpoint:
         return self.model
 
 
-def open_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> Checkpoint:
     """Check a folder as ``load_checkpoint`` does, without reading weights: arguments and errors are the same."""
     folder = Path(path)
     config = read_config(folder)
     tensors = list_tensors(folder)
     drafts = config.num_nextn_predict_layers > 0 and _has_draft_layer(config, tensors)
     _check_sizes(folder, config, tensors, drafts=drafts)
+    if dtype is None:
+        dtype = "float32" if EMBEDDING in tensors and tensors[EMBEDDING].dtype == "F32" else "bfloat16"
     model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0), draft_layer=drafts))
     weights = [_resolve(weight, tensors) for weight in _weights(model)]
     _check_names(folder, weights, tensors, config)

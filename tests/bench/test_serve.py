@@ -149,7 +149,7 @@ def test_replay_measures_from_the_arrival(monkeypatch):
     at, params = zip(*engine.added, strict=True)
     assert at == pytest.approx([100.0, 100.1, 101.0])
     assert [p.seed for p in params] == [2**32 - 1, 0, 1]
-    assert {(p.temperature, p.stop_tokens) for p in params} == {(0.5, ())}
+    assert {(p.temperature, p.stop_token_ids) for p in params} == {(0.5, ())}
     first, second, third = found.records
     assert (first.time_to_first_token, first.latency) == pytest.approx((0.1, 0.3))
     assert first.time_per_token == pytest.approx(0.2 / 3)

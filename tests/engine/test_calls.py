@@ -32,7 +32,7 @@ def shared_engine():
 params = st.builds(
     SamplingParams,
     max_new_tokens=st.integers(1, 16),
-    stop_tokens=st.sampled_from([(), (0, 5)]),
+    stop_token_ids=st.sampled_from([(), (0, 5)]),
     temperature=st.sampled_from([0.0, 1.0]),
     top_k=st.sampled_from([0, 3]),
     top_p=st.sampled_from([1.0, 0.7]),
@@ -88,7 +88,7 @@ class Calls(RuleBasedStateMachine):
         for output in outputs:
             prompt, params, tokens = self.live[output.request_id]  # nothing comes after the end
             tokens += output.tokens
-            stops = [t for t in tokens if t in params.stop_tokens]
+            stops = [t for t in tokens if t in params.stop_token_ids]
             ended = bool(stops) or len(tokens) == params.max_new_tokens
             if output.finish_reason == "cancelled":
                 assert output.request_id in self.cancelled

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from checkpoints import V3
-from mla_attn.engine import Engine, Output, QueueFull, SamplingParams, inputs
+from mla_attn.engine import Engine, Output, QueueFull, SamplingParams, inputs, launching
 from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
 from traffic import (
@@ -122,7 +122,10 @@ def test_bfloat16_at_the_sizes_of_kernels(monkeypatch, implementation):
 def test_the_judge_notices(engine):
     """check_tokens refuses a text with one other token in it."""
     prompt = [1, 2, 3]
-    for params in (SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12, temperature=1.0, top_k=5)):
+    for params in (
+        SamplingParams(max_new_tokens=12),
+        SamplingParams(max_new_tokens=12, temperature=1.0, top_k=5, seed=0),
+    ):
         tokens = serve(engine, prompt, **dataclasses.asdict(params))
         check_tokens(engine.model, prompt, tokens, params)
         for at in range(12):
@@ -159,7 +162,7 @@ def test_stop_tokens(engine, kind):
     for stop in {text[0], text[5], text[11]}:
         name = engine.add_request(
             [3, 1, 2],
-            SamplingParams(max_new_tokens=24, temperature=1.5, seed=1, stop_tokens=(stop, 99), speculation=kind),
+            SamplingParams(max_new_tokens=24, temperature=1.5, seed=1, stop_token_ids=(stop, 99), speculation=kind),
         )
         assert collect(engine.run())[name] == (text[: text.index(stop) + 1], "stop")
 
@@ -172,7 +175,7 @@ def test_c55_stop_and_limit_in_one_verify_step(engine, kind):
     expected = {}
     for limit in range(1, 7):
         for stop in set(text):
-            params = SamplingParams(max_new_tokens=limit, stop_tokens=(stop,), speculation=kind, **draws)
+            params = SamplingParams(max_new_tokens=limit, stop_token_ids=(stop,), speculation=kind, **draws)
             at = text.index(stop) + 1
             name = engine.add_request([3, 1, 2], params)
             expected[name] = (text[:at], "stop") if at <= limit else (text[:limit], "length")
@@ -256,7 +259,7 @@ def test_five_hundred_requests(caplog):
             prompt = beginnings[rng.integers(3)] + prompt
         params = SamplingParams(
             max_new_tokens=int(rng.integers(1, min(20, MAX_LEN - len(prompt)), endpoint=True)),
-            stop_tokens=(int(rng.integers(13)),) if rng.random() < 0.3 else (),
+            stop_token_ids=(int(rng.integers(13)),) if rng.random() < 0.3 else (),
             temperature=float(rng.choice([0.0, 0.7, 1.5])),
             top_k=int(rng.choice([0, 0, 3])),
             top_p=float(rng.choice([1.0, 1.0, 0.8])),
@@ -289,11 +292,11 @@ def test_five_hundred_requests(caplog):
         tokens, reason = found[name]
         reasons[reason] += 1
         check_tokens(engine.model, prompt, tokens, params)
-        assert tokens[:-1] == [t for t in tokens[:-1] if t not in params.stop_tokens]
+        assert tokens[:-1] == [t for t in tokens[:-1] if t not in params.stop_token_ids]
         if reason == "length":
             assert len(tokens) == params.max_new_tokens
         if reason == "stop":
-            assert tokens[-1] in params.stop_tokens
+            assert tokens[-1] in params.stop_token_ids
         if reason == "error":
             assert bad
     assert sum(reasons.values()) == 500
@@ -324,16 +327,13 @@ def test_preempted_requests_go_on_where_they_were(engine):
     assert next(iter(found)) == min(wanted)  # the oldest never waits for a younger one
 
 
-def test_c16_placeholder_drafts(engine):
+def test_c16_placeholder_drafts(engine, monkeypatch):
     """Drafts that are not there are never accepted, nor emitted; a step then gives the target's own token."""
     wanted = serve(engine, [3, 1, 2], max_new_tokens=12)
-    outputs, launch = [], engine._launch_tokens
-    engine._launch_tokens = lambda kind, requests: (forget_drafts(engine), launch(kind, requests))
-    try:
-        engine.add_request([3, 1, 2], SamplingParams(max_new_tokens=12, speculation=TREE), on_output=outputs.append)
-        collect(engine.run())
-    finally:
-        del engine._launch_tokens
+    outputs, launch = [], launching.launch_tokens
+    monkeypatch.setattr(launching, "launch_tokens", lambda *args: (forget_drafts(engine), launch(*args)))
+    engine.add_request([3, 1, 2], SamplingParams(max_new_tokens=12, speculation=TREE), on_output=outputs.append)
+    collect(engine.run())
     assert [token for o in outputs for token in o.tokens] == wanted
     assert all(len(o.tokens) == 1 for o in outputs)  # the second level was drafted, but nobody gets there
 
@@ -476,9 +476,9 @@ def test_requests_that_draft_find_nothing_of_those_that_do_not(engine):
 
 def test_slots_do_not_wait_for_tokens_on_their_way(engine, monkeypatch):
     """Where somebody waits, a slot goes on as soon as its request is launched to its end; no step reads its own."""
-    launched, read = [], engine._read
+    launched, read = [], launching.read
     monkeypatch.setattr(
-        engine, "_read", lambda before: (launched.append(engine._counters.launches - before), read(before))
+        launching, "read", lambda e, before: (launched.append(e._counters.launches - before), read(e, before))
     )
     before = engine.statistics.steps
     for n in range(12):
@@ -564,8 +564,8 @@ def test_c22_programs_write_in_place():
 
 def test_steps_do_not_wait_for_the_tokens_of_the_one_before(engine, monkeypatch):
     """What a step reads was launched before it: the device has work while the host hands out tokens."""
-    order, launch, emit = [], engine._launch_tokens, engine._outbox._emit
-    monkeypatch.setattr(engine, "_launch_tokens", lambda *a: (order.append("launch"), launch(*a))[1])
+    order, launch, emit = [], launching.launch_tokens, engine._outbox._emit
+    monkeypatch.setattr(launching, "launch_tokens", lambda *a: (order.append("launch"), launch(*a))[1])
     monkeypatch.setattr(engine._outbox, "_emit", lambda *a, **k: (order.append("token"), emit(*a, **k))[1])
     engine.add_request([1], SamplingParams(max_new_tokens=6))
     collect(engine.run())

@@ -385,7 +385,7 @@ class Soak:
         prompt = self.beginnings[rng.integers(3)] + prompt if rng.random() < 0.5 else prompt
         params = SamplingParams(
             max_new_tokens=int(rng.integers(1, min(20, MAX_LEN - len(prompt)), endpoint=True)),
-            stop_tokens=(int(rng.integers(13)),) if rng.random() < 0.3 else (),
+            stop_token_ids=(int(rng.integers(13)),) if rng.random() < 0.3 else (),
             temperature=float(rng.choice([0.0, 0.7, 1.5])),
             seed=len(self.asked),
             speculation=KINDS[rng.integers(3)],
@@ -425,9 +425,9 @@ class Soak:
         ends = [*(n for n, _ in asked.models[1:]), len(tokens)]
         for (begin, model), end in zip(asked.models, ends, strict=True):
             check_tokens(model, [*asked.prompt, *tokens[:begin]], tokens[begin:end], asked.params)
-        assert not set(tokens[:-1]) & set(asked.params.stop_tokens)
+        assert not set(tokens[:-1]) & set(asked.params.stop_token_ids)
         assert reason != "length" or len(tokens) == asked.params.max_new_tokens
-        assert reason != "stop" or tokens[-1] in asked.params.stop_tokens
+        assert reason != "stop" or tokens[-1] in asked.params.stop_token_ids
 
 
 def test_faults_anywhere(engine, caplog):

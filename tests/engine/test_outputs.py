@@ -60,7 +60,7 @@ class Served:
     ],
 )
 def test_tokens_of_a_pass(tokens, kept, reason):
-    served = Served(stop_tokens=(3,))
+    served = Served(stop_token_ids=(3,))
     served.decode(tokens)
     output = served.outbox.outputs[-1]
     assert (output.tokens, output.finish_reason) == (kept, reason)
@@ -83,11 +83,11 @@ def points(tokens, **params):
 @pytest.mark.parametrize("tokens", [[8, 9], [8, 3], [INVALID_TOKEN]], ids=["more", "stop", "invalid"])
 def test_cut_short_at_any_point(tokens, error, caplog):
     caplog.set_level(logging.CRITICAL)
-    count, undone = points(tokens, stop_tokens=(3,)), 0
+    count, undone = points(tokens, stop_token_ids=(3,)), 0
     assert count > 10
     for at in range(1, count + 1):
         told = []
-        served = Served(told.append, stop_tokens=(3,))
+        served = Served(told.append, stop_token_ids=(3,))
         try:
             with Fault(error(), at).armed():
                 served.decode(tokens)

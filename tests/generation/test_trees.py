@@ -10,7 +10,7 @@ import pytest
 from checkpoints import V3
 from mla_attn import generation
 from mla_attn.buckets import Buckets
-from mla_attn.engine import Engine
+from mla_attn.engine import Engine, launching
 from mla_attn.models import load_checkpoint
 from mla_attn.passes import DraftPasses, Passes, Shapes
 from mla_attn.speculative import DraftTree
@@ -60,17 +60,18 @@ def run(widths):
     tree, steps = DraftTree(widths), []
     chain = DraftPasses(Passes(model(), shapes(tree)), model(), DraftTree((1,) * tree.depth))
 
-    class Watched(Engine):
-        def _launch_tokens(self, kind, requests):
-            slots, states = np.array([r.slot for r in requests]), jax.tree.map(np.array, self._device[1])
-            lens, counts = states["lens"][slots], [r.num_new for r in requests]
-            chains = np.stack([chain_drafts(self, chain, requests, states, n) for n in range(widths[0])], axis=1)
-            super()._launch_tokens(kind, requests)
-            emitted = np.array(self._device[1]["lens"])[slots] - lens
-            for row, request in enumerate(requests):
-                drafts = self.drafts[row]
-                steps.append((request.id, counts[row], int(emitted[row]), drafts, chains[row]))
+    launch = launching.launch_tokens
 
+    def launch_tokens(engine, kind, requests):
+        slots, states = np.array([r.slot for r in requests]), jax.tree.map(np.array, engine._device[1])
+        lens, counts = states["lens"][slots], [r.num_new for r in requests]
+        chains = np.stack([chain_drafts(engine, chain, requests, states, n) for n in range(widths[0])], axis=1)
+        launch(engine, kind, requests)
+        emitted = np.array(engine._device[1]["lens"])[slots] - lens
+        for row, request in enumerate(requests):
+            steps.append((request.id, counts[row], int(emitted[row]), engine.drafts[row], chains[row]))
+
+    class Watched(Engine):
         def _run(self, bucket, **arrays):
             if bucket.name == "target_verify":
                 self.drafts = np.array(self._device[1]["drafts"])[np.asarray(arrays["slots"])]
@@ -78,9 +79,10 @@ def run(widths):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "Engine", Watched)
+        patch.setattr(launching, "launch_tokens", launch_tokens)
         new = ROOM - (tree.size - 1)
         prompts = [prompt for prompt, _ in expected()]
-        made = generation.generate(model(), prompts, max_new_tokens=new, tree=tree, page_size=16)
+        made = generation.generate(model(), prompts, max_new_tokens=new, tree=tree, page_size=16, ignore_eos=True)
     return made.tokens, steps
 
 

@@ -138,8 +138,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             facts["requests"] = 64 if len(options.max_batch) == 1 else max(8, 4 * batch)
         load = Load(**facts)
         for tree, acceptance in _drafting(options):
-            # No stop tokens: lengths are those of the trace.
-            params = SamplingParams(temperature=options.temperature, speculation=tree, seed=seed)
+            # No token ends a request: lengths are those of the trace.
+            params = SamplingParams(temperature=options.temperature, speculation=tree, seed=seed, ignore_eos=True)
             cases.append(Case(batch, load, params, acceptance))
     return cases
 

@@ -93,9 +93,9 @@ def measure(prompts: Sequence[int]) -> Iterator[Row]:
         for prompt in prompts:
             engine = _engine(running + 1, prompt + PAGE_SIZE)
             _decode(engine, running, new=prompt)
-            engine.add_request(_tokens(prompt), SamplingParams(max_new_tokens=1))
+            engine.add_request(_tokens(prompt), SamplingParams(max_new_tokens=1, ignore_eos=True))
             yield Row(prompt, running, 0, *_time(engine, -(-prompt // PROMPT_TOKENS)))
-    waiter, params = _tokens(_WAITER), SamplingParams(max_new_tokens=1)
+    waiter, params = _tokens(_WAITER), SamplingParams(max_new_tokens=1, ignore_eos=True)
     for running in RUNNING:
         for count in WAITING:
             # Not enough pages for a waiting one beside anybody who runs.
@@ -124,7 +124,7 @@ def _engine(max_batch: int, max_len: int, *, num_pages: int | None = None, max_w
 def _decode(engine: HostEngine, running: int, *, new: int) -> None:
     """Steps until ``running`` requests decode."""
     for _ in range(running):
-        engine.add_request([0], SamplingParams(max_new_tokens=new))
+        engine.add_request([0], SamplingParams(max_new_tokens=new, ignore_eos=True))
     while engine.statistics.waiting:
         engine.step()
     gc.collect()  # what is left of other engines, not while steps are timed

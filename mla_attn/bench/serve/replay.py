@@ -121,7 +121,7 @@ def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, 
             while ahead and ahead[0][1].arrival <= time.perf_counter() - begin:
                 number, request = ahead.popleft()
                 record = Record(request.arrival, len(request.prompt), request.new_tokens)
-                seed = (params.seed + number) % 2**32
+                seed = ((params.seed or 0) + number) % 2**32
                 own = dataclasses.replace(params, max_new_tokens=request.new_tokens, seed=seed)
                 engine.add_request(request.prompt, own, on_output=functools.partial(note, record))
                 records.append(record)

@@ -1,0 +1,113 @@
+"""Prompts in, results out: a list of prompts that an engine serves from begin to end."""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from mla_attn.engine.requests import EngineDead, Output, QueueFull, SamplingParams
+from mla_attn.engine.scheduler import Request
+from mla_attn.models.tokenizer import IdTokenizer
+from mla_attn.text import shown
+
+if TYPE_CHECKING:
+    from mla_attn.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass
+class Result:
+    """What a prompt got.
+
+    Attributes:
+        prompt: its token ids.
+        tokens: that were generated.
+        text: of them; None if the engine has no tokenizer that can be used.
+        finish_reason: of its last ``Output``.
+        error: likewise.
+        seed: likewise.
+    """
+
+    prompt: Sequence[int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: str | None = None
+    finish_reason: str | None = None
+    error: BaseException | None = None
+    seed: int | None = None
+
+
+def generate(
+    engine: "Engine",
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    progress: bool,
+) -> list[Result]:
+    """As ``Engine.generate``."""
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts={shown(prompts)} must be a sequence of prompts: [{shown(prompts)}]")
+    each = params if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise ValueError(f"params has {len(each)} elements, must have as many as prompts: {len(prompts)}")
+    results: dict[int, Result] = {}  # by id
+    left: set[int] = set()
+
+    def note(output: Output) -> None:
+        result = results[output.request_id]
+        result.tokens += output.tokens
+        result.finish_reason, result.error, result.seed = output.finish_reason, output.error, output.seed
+        if output.finish_reason is not None:
+            left.discard(output.request_id)
+
+    requests = []
+    for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        try:
+            requests.append(engine._request(prompt, own, note))
+        except ValueError as error:
+            raise ValueError(f"prompts[{index}]: {error}") from None
+    for request in requests:
+        results[request.id] = Result(request.tokens[: request.prompt_len].tolist())
+        left.add(request.id)
+    if any(bucket.pending for bucket in engine._programs()):
+        engine.warm_up(progress=progress)
+    try:
+        _serve(engine, collections.deque(requests), left, progress)
+    except BaseException:
+        for request in requests:
+            engine._leave(request)
+        raise
+    for result in results.values():
+        if engine.tokenizer is not None and not isinstance(engine.tokenizer, IdTokenizer):
+            result.text = engine.tokenizer.decode(result.tokens)
+    return list(results.values())
+
+
+def _serve(engine: "Engine", waiting: collections.deque[Request], left: set[int], progress: bool) -> None:
+    """Step until nothing is left, adding as many requests at a time as the engine takes."""
+    mine = left.copy()
+    with tqdm(total=len(left), desc="generating", unit="prompt", disable=not progress) as bar:
+        while left:
+            while waiting:
+                try:
+                    engine._add(waiting[0])
+                except QueueFull:
+                    break
+                waiting.popleft()
+            _step(engine, mine)
+            bar.update(len(mine) - len(left) - bar.n)
+
+
+def _step(engine: "Engine", mine: set[int]) -> None:
+    """What a step raises ends those requests that it must, with "error"; the others are computed again."""
+    try:
+        engine._advance()
+    except EngineDead:
+        raise
+    except Exception:
+        logger.exception("a step was cut short; the next one computes its requests again")
+    # Their callbacks have told of them. What others got is for the next ``step()`` or ``run()``.
+    engine._outbox.outputs = [output for output in engine._outbox.outputs if output.request_id not in mine]

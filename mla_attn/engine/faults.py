@@ -1,0 +1,60 @@
+"""What an engine does after a fault, so that host and device agree again (the rule is in ``Engine``'s docstring)."""
+
+import copy
+from typing import TYPE_CHECKING
+
+import jax
+
+from mla_attn.engine.requests import EngineDead
+
+if TYPE_CHECKING:
+    from mla_attn.engine.engine import Engine
+
+MAX_FAULTS = 3  # that a request is computed again after, without a token between them
+
+
+def settle(engine: "Engine") -> None:
+    """Make host and device agree again if they may not. Whatever cuts this short, it can be called again."""
+    if not engine._in_doubt:
+        return
+    _charge(engine)
+    engine._unread.clear()
+    # Before the new one takes memory: frames of tracebacks, whoever keeps them, may hold the old one.
+    for array in jax.tree.leaves(engine._device):
+        if not array.is_deleted():
+            array.delete()
+    engine._device = None
+    engine._outbox.record_again()
+    with engine._adding:
+        engine._new.clear()
+        live = sorted((r for r in engine._live.values() if not r.finished), key=lambda r: r.id)
+        engine._scheduler.reset(live)
+    engine._cancels.extend(r for r in live if r.cancelled)
+    engine._outbox.tell_again()
+    for request in live:
+        if request.num_faults >= MAX_FAULTS and not request.finished:
+            engine._outbox.hand_out(request, (), "error", request.fault)
+    try:
+        engine._device = engine._create_device()
+    except Exception as error:
+        engine._dead = EngineDead("the engine cannot go on: its cache could not be made anew")
+        raise engine._dead from error
+    engine._dead, engine._in_doubt = None, False
+
+
+def _charge(engine: "Engine") -> None:
+    """Count the last step's fault for the requests of the launch that met it; for the oldest request if none was at
+    hand, so that what always fails comes to an end."""
+    (fault, engine._fault), (involved, engine._involved) = (engine._fault, None), (engine._involved, ())
+    if isinstance(fault, Exception) and not isinstance(fault, EngineDead):
+        text = _without_traceback(fault)
+        for request in involved or sorted(engine._live.copy().values(), key=lambda r: r.id)[:1]:
+            request.num_faults, request.fault = request.num_faults + 1, text
+
+
+def _without_traceback(error: Exception) -> Exception:
+    """The error alone: frames of its traceback, and of those before it, hold arrays."""
+    try:
+        return copy.copy(error)
+    except Exception:  # its constructor takes other arguments
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,105 @@
+"""Launches an engine's passes, and reads the tokens they brought. A launch waits for nothing, unless pages run out."""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mla_attn.engine import inputs
+from mla_attn.engine.outputs import Launch
+from mla_attn.engine.scheduler import Request
+from mla_attn.speculative import DraftTree
+
+if TYPE_CHECKING:
+    from mla_attn.engine.engine import Engine
+
+
+def launch(engine: "Engine") -> None:
+    """A pass over prompts, and one for the next tokens of each kind of request."""
+    engine._scheduler.admit()
+    if parts := engine._scheduler.next_prompts():
+        launch_prompts(engine, parts)
+        if engine._limits.prompts_first:
+            return
+    for kind in (None, *engine.speculation):
+        if ready := engine._scheduler.next_tokens(kind, lambda: read_all(engine)):
+            launch_tokens(engine, kind, ready)
+
+
+def launch_prompts(engine: "Engine", parts: list[tuple[Request, slice]]) -> None:
+    """One pass over parts of prompts, of requests of one kind of speculation."""
+    engine._involved = requests = [request for request, _ in parts]
+    shared = _shared(engine, requests) | inputs.prompt_lengths(parts)
+    bucket = engine._passes.extend if any(part.start for _, part in parts) else engine._passes.prefill
+    out = engine._run(bucket, **inputs.prompt_tokens(parts), **shared)
+    if kind := requests[0].params.speculation:
+        drafting = {"sampled": out["tokens"], "prompt_hidden": out["prompt_hidden"], **shared}
+        engine._run(engine._drafting[kind].draft_prefill, **inputs.next_tokens(parts), **drafting)
+    for request, part in parts:
+        request.num_computed = part.stop
+        request.num_passes_in_flight += not request.wants_prompt_pass
+        engine._counters.prompt_tokens += part.stop - part.start
+    _expect(engine, requests, out["tokens"], stops=tuple(part.stop for _, part in parts))
+
+
+def launch_tokens(engine: "Engine", kind: DraftTree | None, requests: list[Request]) -> None:
+    """The next tokens of requests of one kind: a decode pass, or drafting and verifying."""
+    engine._involved = requests
+    shared = _shared(engine, requests) | {"active": np.ones(len(requests), np.int32)}
+    if kind is None:
+        tokens, rows = engine._run(engine._passes.decode, **shared)["tokens"], 1
+    else:
+        passes, placed = engine._drafting[kind], inputs.placed(shared, engine._batches)
+        for bucket, step in zip(passes.draft_decode, engine._draft_steps[kind], strict=True):
+            engine._run(bucket, **step, **placed)
+        out = engine._run(passes.target_verify, **placed)
+        verified = {name: out[name] for name in ("emitted", "num_emitted", "emitted_hidden")}
+        engine._run(passes.draft_extend, **verified, **placed)
+        tokens, rows = out["emitted"], kind.depth + 1
+    for request in requests:
+        request.num_passes_in_flight += 1
+        request.num_rows_in_flight += rows
+    engine._counters.target_steps += 1
+    _expect(engine, requests, tokens, rows=rows)
+
+
+def _shared(engine: "Engine", requests: list[Request]) -> dict[str, np.ndarray]:
+    slots = np.array([r.slot for r in requests], np.int32)
+    return {"page_table": engine._scheduler.pages.table([r.id for r in requests]), "slots": slots}
+
+
+def _expect(
+    engine: "Engine", requests: Sequence[Request], tokens: Any, *, rows: int = 0, stops: tuple[int, ...] = ()
+) -> None:
+    """Tokens on their way, for a later step to read."""
+    tokens.copy_to_host_async()
+    engine._unread.append(Launch(engine._counters.launches, list(enumerate(requests)), tokens, rows, stops))
+    engine._counters.launches += 1
+    engine._involved = ()
+
+
+def read_all(engine: "Engine") -> bool:
+    """Read all launches; whether there were any."""
+    there = bool(engine._unread)
+    read(engine, engine._counters.launches)
+    return there
+
+
+def read(engine: "Engine", before: int) -> None:
+    """Wait for what was launched before the launch of that number, and hand out its tokens."""
+    while engine._unread and engine._unread[0].number < before:
+        launched, begin = engine._unread[0], time.perf_counter()
+        engine._involved = [request for _, request in launched.requests]
+        tokens = np.asarray(launched.tokens)
+        engine._counters.wait_seconds += time.perf_counter() - begin
+        each = tokens.reshape(len(tokens), -1).tolist()
+        engine._unread.popleft()
+        for index, (row, request) in enumerate(launched.requests):
+            if request.finished:
+                continue
+            if launched.stops:
+                engine._outbox.account_prompt(request, launched.stops[index], each[row][0])
+            else:
+                engine._outbox.account_tokens(request, launched.rows, each[row])
+        engine._involved = ()

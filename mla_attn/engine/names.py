@@ -1,0 +1,51 @@
+"""What other serving engines call an argument: a wrong name is answered with the one that was meant."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+
+_MEANT = {
+    "block_size": "page_size",
+    "enable_prefix_caching": "prefix_cache",
+    "eos_token_id": "stop_token_ids",
+    "gpu_memory_utilization": "memory_fraction",
+    "max_length": "max_new_tokens",
+    "max_model_len": "max_len",
+    "max_num_batched_tokens": "prompt_tokens",
+    "max_num_seqs": "max_batch",
+    "max_seq_len": "max_len",
+    "max_tokens": "max_new_tokens",
+    "mem_fraction_static": "memory_fraction",
+    "num_blocks": "num_pages",
+    "num_gpu_blocks": "num_pages",
+    "num_speculative_tokens": "speculation",
+    "random_seed": "seed",
+    "sampling_params": "params",
+    "stop": "stop_token_ids",
+    "stop_ids": "stop_token_ids",
+    "stop_tokens": "stop_token_ids",
+    "temp": "temperature",
+    "use_tqdm": "progress",
+}
+
+
+def with_hints[**P, R](function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
+    """``function``, whose TypeError for an argument that it does not have names the one that was meant.
+
+    Args:
+        function: any.
+        name: for the message, if not its own.
+    """
+    known = [argument for argument in inspect.signature(function).parameters if argument != "self"]
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        for wrong in options.keys() - set(known):
+            meant = _MEANT.get(wrong)
+            likely = [meant] if meant in known else difflib.get_close_matches(wrong, known, 1)
+            hint = f": it is {likely[0]} here" if likely else f", must be one of {', '.join(known)}"
+            raise TypeError(f"{name or function.__name__}() has no argument {wrong!r}{hint}")
+        return function(*arguments, **options)
+
+    return call
