@@ -1,5 +1,6 @@
 """What the pages say is true: their examples run, their links lead somewhere, their figures are those of the data."""
 
+import importlib
 import json
 import pathlib
 import re
@@ -54,6 +55,18 @@ def test_links_lead_somewhere(path):
         if heading:
             titles = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.MULTILINE)
             assert heading in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target
+
+
+def test_public_names_exist():
+    """Modules are told with ``__all__``, whatever is in them; others name what is meant."""
+    (section,) = re.findall(r"## What is public\n(.*?)\n## ", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    modules, _, others = section.partition(";")
+    named = re.findall(r"`(mla_attn[\w.]*)`", modules)
+    assert len(named) == 7
+    for module in map(importlib.import_module, named):
+        assert all(hasattr(module, public) for public in module.__all__)
+    for path, _, public in (dotted.rpartition(".") for dotted in re.findall(r"`(mla_attn\.[\w.]+)`", others)):
+        assert hasattr(importlib.import_module(path), public)
 
 
 def test_the_first_page_is_short():
