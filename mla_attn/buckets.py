@@ -53,7 +53,7 @@ class Buckets:
 
     def __init__(self, name: str, fn: Callable[..., tuple[Any, Any]], rungs: Iterable[Any]):
         self.name = name
-        self._jitted = fn if hasattr(fn, "lower") else jit_step(fn, name)
+        self._jitted: Any = fn if hasattr(fn, "lower") else jit_step(fn, name)
         self._rungs = list(rungs)
         if not self._rungs:
             raise ValueError(f"rungs of {name!r} is empty, must hold at least one input shape")
