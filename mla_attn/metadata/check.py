@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from mla_attn.checks import INT32_MAX, check_array, check_integer, check_type, check_window
-from mla_attn.metadata.structure import AttentionMetadata
+from mla_attn.checks import INT32_MAX, check_integer, check_window
+from mla_attn.metadata.structure import AttentionMetadata, check_requests, check_rows
 
 
 def check_metadata(
@@ -38,9 +38,8 @@ def check_metadata(
     stride, window = check_integer("kv_stride", metadata.kv_stride, 1), check_window(window)
     if window is not None and not causal:
         raise ValueError(f"window={window} with causal={causal}: a window needs causal=True")
-    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table", "slots", "positions"):
-        check_array(name, getattr(metadata, name))
-        check_type(name, getattr(metadata, name), jnp.int32)
+    check_requests(metadata)
+    check_rows(metadata)
     xp = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metadata)) else np
     m = jax.tree.map(xp.asarray, metadata)
     rows, width = m.slots.shape[0], m.page_table.shape[1]

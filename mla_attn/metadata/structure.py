@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mla_attn.checks import as_int32
+from mla_attn.checks import as_int32, check_array, check_shape, check_type
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +47,36 @@ class AttentionMetadata:
     kv_stride: int = dataclasses.field(default=1, metadata={"static": True})
     work_plan: Hashable = dataclasses.field(default=None, metadata={"static": True})
     page_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+def check_requests(metadata: AttentionMetadata) -> None:
+    """Check shapes and dtypes of what metadata says of its requests; it may have been made by hand.
+
+    Raises:
+        ValueError: a field that is no int32 array, or not of the shape that goes with ``q_lens`` [B].
+    """
+    for name in ("q_lens", "page_table"):
+        check_array(f"metadata.{name}", getattr(metadata, name))
+    q_lens, page_table = metadata.q_lens, metadata.page_table
+    if q_lens.ndim != 1:
+        raise ValueError(f"metadata.q_lens has shape {q_lens.shape}, must be [B]")
+    batch = q_lens.shape[0]
+    for name in ("q_starts", "kv_lens", "kv_offsets"):
+        check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")
+    if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.shape[1] < 1:
+        raise ValueError(f"metadata.page_table has shape {page_table.shape}, must be [B, W] = [{batch}, at least 1]")
+    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table"):
+        check_type(f"metadata.{name}", getattr(metadata, name), jnp.int32)
+
+
+def check_rows(metadata: AttentionMetadata) -> None:
+    """Check shapes and dtypes of what metadata says of its rows, as ``check_requests``."""
+    check_array("metadata.slots", metadata.slots)
+    if metadata.slots.ndim != 1:
+        raise ValueError(f"metadata.slots has shape {metadata.slots.shape}, must be [T]")
+    check_shape("metadata.positions", metadata.positions, metadata.slots.shape, "T of metadata.slots")
+    for name in ("slots", "positions"):
+        check_type(f"metadata.{name}", getattr(metadata, name), jnp.int32)
 
 
 def row_owners(

@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from mla_attn.checks import INT32_MAX, check_array, check_integer, check_shape, check_type
+from mla_attn.checks import INT32_MAX, check_array, check_integer
+from mla_attn.metadata.structure import check_requests
 
 
 def check_pool(pool, spec, metadata) -> None:
@@ -23,15 +24,7 @@ def check_pool(pool, spec, metadata) -> None:
 
 def check_paged_metadata(metadata):
     """The ``AttentionMetadata``, its static fields as Python's integers; it may have been made by hand."""
-    batch = metadata.q_lens.shape[0]
-    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets"):
-        check_shape(f"metadata.{name}", getattr(metadata, name), (batch,), "B of metadata.q_lens")
-    check_array("metadata.page_table", metadata.page_table)
-    check_shape("metadata.page_table", metadata.page_table, (batch, metadata.page_table.shape[-1]), "[B, W]")
-    for name in ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table"):
-        check_type(f"metadata.{name}", getattr(metadata, name), jnp.int32)
-    if metadata.page_table.shape[1] < 1:
-        raise ValueError(f"metadata.page_table has shape {metadata.page_table.shape}: W must be at least 1")
+    check_requests(metadata)
     return static_integers(metadata, "max_q_len", "kv_stride", "page_size")
 
 

@@ -786,6 +786,13 @@ def test_pages_left_of_every_window_may_be_anything(stride, offset):
         ({"page_size": 4.0}, "page_size=4.0 must be an integer from 1 to"),
         ({"metadata": dataclasses.replace(VALID, slots=VALID.slots.astype(jnp.int16))}, "slots has dtype int16"),
         ({"metadata": dataclasses.replace(VALID, q_lens=[2, 0, 0, 3])}, "q_lens is a list, must be an array"),
+        ({"metadata": dataclasses.replace(VALID, q_lens=jnp.int32(2))}, r"q_lens has shape \(\), must be \[B\]"),
+        ({"metadata": dataclasses.replace(VALID, page_table=i32(1, 2, 3, 4))}, r"page_table has shape \(4,\), must be"),
+        ({"metadata": dataclasses.replace(VALID, page_table=[[1]])}, "page_table is a list, must be an array"),
+        ({"metadata": dataclasses.replace(VALID, kv_lens=i32(1, 2))}, r"kv_lens has shape \(2,\), must be \(4,\)"),
+        ({"metadata": dataclasses.replace(VALID, kv_offsets=i32([0] * 4))}, r"kv_offsets has shape \(1, 4\), must be"),
+        ({"metadata": dataclasses.replace(VALID, slots=jnp.int32(1))}, r"slots has shape \(\), must be \[T\]"),
+        ({"metadata": dataclasses.replace(VALID, positions=i32(0))}, r"positions has shape \(1,\), must be"),
         ({"metadata": dataclasses.replace(VALID, kv_stride=0)}, "kv_stride=0 must be an integer of at least 1"),
     ],
 )
