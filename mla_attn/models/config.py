@@ -4,87 +4,25 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mla_attn.models.rope import Yarn
-from mla_attn.models.settings import (
-    LARGEST_INT32,
-    Setting,
-    boolean,
-    integer,
-    is_integer,
-    nullable,
-    number,
-    only,
-    read_settings,
-    section,
-    token_ids,
+from mla_attn.models.keys import (
+    END_TOKENS,
+    EXPERTS,
+    FAMILY,
+    FP8,
+    GROUPS,
+    PARTS,
+    QUERY_SCALING,
+    ROPE,
+    ROPE_THETA,
+    ROUTINGS,
+    SHAPES,
+    TRAINED,
+    YARN,
 )
+from mla_attn.models.rope import Yarn
+from mla_attn.models.settings import number, read_settings, section
 from mla_attn.steps import QueryScaling
 from mla_attn.text import shown
-
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-
-_SIZE = Setting(integer(1))
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
-SETTINGS = {
-    **dict.fromkeys(SIZES, _SIZE),
-    "max_position_embeddings": Setting(integer(1, LARGEST_INT32)),
-    "q_lora_rank": Setting(nullable(integer(1))),
-    "rms_norm_eps": Setting(number(above=0.0), 1e-6),
-    "rope_interleave": Setting(boolean, True),
-    "num_nextn_predict_layers": Setting(integer(), 0),
-    "tie_word_embeddings": Setting(boolean, False),
-    "bos_token_id": Setting(integer(0, LARGEST_INT32), None),
-}
-END_TOKENS = {"eos_token_id": Setting(token_ids, ())}
-EXPERTS = {
-    "n_routed_experts": Setting(integer(1)),
-    "num_experts_per_tok": _SIZE,
-    "moe_intermediate_size": _SIZE,
-    "n_shared_experts": Setting(nullable(integer())),
-    "first_k_dense_replace": Setting(integer()),
-    "norm_topk_prob": Setting(nullable(boolean)),
-    "routed_scaling_factor": Setting(number(above=0.0)),
-}
-GROUPS = {"n_group": _SIZE, "topk_group": _SIZE}
-ROUTINGS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}  # with their scoring_func
-# Settings of which one value is supported, that of a file which leaves them out.
-FIXED = {
-    "hidden_act": Setting(only("silu"), "silu"),
-    "attention_bias": Setting(only(False), False),
-    "mlp_bias": Setting(only(False), False),
-    "moe_layer_freq": Setting(only(1), 1),
-    "llama_4_scaling": Setting(only(None), None),
-}
-# Of rope_scaling and rope_parameters.
-_TRAINED = {"original_max_position_embeddings": Setting(integer(1, LARGEST_INT32))}
-YARN = {
-    "factor": Setting(number(least=1.0)),
-    **_TRAINED,
-    "beta_fast": Setting(number(above=0.0), 32.0),
-    "beta_slow": Setting(number(above=0.0), 1.0),
-    "mscale": Setting(number(least=0.0), 1.0),
-    "mscale_all_dim": Setting(number(least=0.0), 0.0),
-}
-FIXED_ROPE = {
-    "truncate": Setting(only(True), True),
-    "attention_factor": Setting(only(None), None),
-    "partial_rotary_factor": Setting(only(1.0, 1), 1.0),
-}
-FP8 = {
-    "quant_method": Setting(only("fp8")),
-    "fmt": Setting(only("e4m3"), "e4m3"),
-    "activation_scheme": Setting(only("dynamic"), "dynamic"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,17 +80,19 @@ class DeepseekConfig:
             ValueError: a required key is missing, a value makes no sense, or the file asks for something this
                 implementation does not support. A setting that would change results is never skipped over.
         """
-        read_settings(data, {"model_type": Setting(only(*MODEL_TYPES))} | FIXED)
+        read_settings(data, FAMILY)
+        shapes = read_settings(data, SHAPES)
         theta, yarn, scaling = _read_rope(data)
+        quantization = read_settings(data, PARTS)["quantization_config"]
         return cls(
             model_type=data["model_type"],
-            **read_settings(data, SETTINGS),
+            **shapes,
             rope_theta=theta,
             yarn=yarn,
             query_scaling=scaling,
             **_read_experts(data),
             eos_token_ids=read_settings(data, END_TOKENS)["eos_token_id"],
-            weight_block_size=_read_block_size(data.get("quantization_config")),
+            weight_block_size=None if quantization is None else _read_block_size(quantization),
         )
 
     def __post_init__(self):
@@ -205,19 +145,16 @@ class DeepseekConfig:
 def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
     if "n_routed_experts" in data and data["n_routed_experts"] is None:
         return {}
+    values = read_settings(data, EXPERTS)
     # Files written by transformers leave these two out, its model classes imply them.
     method, scoring = ("greedy", "softmax") if data["model_type"] == "deepseek_v2" else ("noaux_tc", "sigmoid")
-    routing = {
-        "topk_method": Setting(only(*ROUTINGS), method),
-        "scoring_func": Setting(only("softmax", "sigmoid"), scoring),
-    }
-    values = read_settings(data, EXPERTS | routing)
-    if values["topk_method"] != "greedy":
-        values |= read_settings(data, GROUPS)
-    return values | {
+    values |= {
+        "topk_method": values["topk_method"] or method,
+        "scoring_func": values["scoring_func"] or scoring,
         "n_shared_experts": values["n_shared_experts"] or 0,
         "norm_topk_prob": values["norm_topk_prob"] or False,
     }
+    return values if values["topk_method"] == "greedy" else values | read_settings(data, GROUPS)
 
 
 def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None, QueryScaling | None]:
@@ -229,25 +166,30 @@ def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None, QueryScalin
     name = names[0] if names else "rope_scaling"
     rope = section(name, data[name]) if names else {}
     rope = {key: value for key, value in rope.items() if value is not None}  # null is as good as absent
-    theta = {"rope_theta": Setting(number(above=1.0), 10000.0)}
-    theta = read_settings(rope if "rope_theta" in rope else data, theta, within=name if "rope_theta" in rope else "")
-    read_settings(rope, FIXED_ROPE | {"max_position_embeddings": _same(data)}, within=name)
-    kind, beta = _rope_type(name, rope), rope.get("llama_4_scaling_beta")
-    allowed = {"rope_theta", "rope_type", "type", "max_position_embeddings", "llama_4_scaling_beta", *FIXED_ROPE}
-    allowed |= set(YARN) if kind == "yarn" else set() if beta is None else set(_TRAINED)
+    if "rope_theta" in rope:
+        theta = read_settings(rope, ROPE_THETA, within=name)["rope_theta"]
+    else:
+        theta = read_settings(data, ROPE_THETA)["rope_theta"]
+    kind, beta, positions = _rope_type(name, rope), rope.get("llama_4_scaling_beta"), data["max_position_embeddings"]
+    fixed = read_settings(rope, {key: setting for key, setting in ROPE.items() if key != "type"}, within=name)
+    repeated = fixed["max_position_embeddings"]  # by some writers
+    if repeated not in (None, positions):
+        raise ValueError(f"{name} max_position_embeddings={repeated} is not the file's own: {shown(positions)}")
+    allowed = {"rope_theta", "rope_type", "llama_4_scaling_beta", *ROPE}
+    allowed |= set(YARN) if kind == "yarn" else set() if beta is None else set(TRAINED)
     if unknown := sorted(rope.keys() - allowed):
         raise ValueError(
             f"{name} of type {kind!r} has keys that are not supported: {', '.join(map(shown, unknown))}; "
             f"supported: {', '.join(sorted(allowed))}"
         )
     yarn = Yarn(**read_settings(rope, YARN, within=name)) if kind == "yarn" else None
-    return theta["rope_theta"], yarn, None if beta is None else _read_scaling(name, rope)
+    return theta, yarn, None if beta is None else _read_scaling(name, rope)
 
 
 def _rope_type(name: str, rope: Mapping[str, Any]) -> str:
     kinds = [rope[key] for key in ("rope_type", "type") if key in rope]
     for kind in kinds:
-        only("default", "yarn")(f"{name} type", kind)
+        ROPE["type"].kind(f"{name} type", kind)
     if len(set(kinds)) > 1:
         raise ValueError(f"{name} rope_type={kinds[0]!r} and type={kinds[1]!r} must be the same")
     return kinds[0] if kinds else "default"
@@ -255,27 +197,11 @@ def _rope_type(name: str, rope: Mapping[str, Any]) -> str:
 
 def _read_scaling(name: str, rope: Mapping[str, Any]) -> QueryScaling:
     """Queries grow with their position as in Llama 4 and Mistral's models of this architecture."""
-    values = read_settings(rope, {"llama_4_scaling_beta": Setting(number(least=0.0))} | _TRAINED, within=name)
+    values = read_settings(rope, QUERY_SCALING | TRAINED, within=name)
     return QueryScaling(
         beta=values["llama_4_scaling_beta"], original_max_position=values["original_max_position_embeddings"]
     )
 
 
-def _same(data: Mapping[str, Any]) -> Setting:
-    """Some writers repeat the file's own ``max_position_embeddings`` among the rope keys."""
-    positions = data.get("max_position_embeddings")
-    return Setting(only(positions), positions)
-
-
-def _read_block_size(quantization: Any) -> tuple[int, int] | None:
-    if quantization is None:
-        return None
-    read_settings(section("quantization_config", quantization), FP8, within="quantization_config")
-    block = quantization.get("weight_block_size")
-    if not (
-        isinstance(block, list | tuple)
-        and len(block) == 2
-        and all(is_integer(n) and 0 < n <= LARGEST_INT32 for n in block)
-    ):
-        raise ValueError(f"quantization_config weight_block_size={shown(block)} must be two positive integers")
-    return block[0], block[1]
+def _read_block_size(quantization: dict[str, Any]) -> tuple[int, int]:
+    return read_settings(quantization, FP8, within="quantization_config")["weight_block_size"]

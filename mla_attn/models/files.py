@@ -17,6 +17,21 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete, or not what its ``config.json`` says."""
 
 
+def exists(file: Path) -> bool:
+    """Whether there is something of that name, a link to nowhere included.
+
+    Raises:
+        CheckpointError: nobody may know: a folder without permission, a name too long.
+    """
+    try:
+        os.lstat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from error
+    return True
+
+
 @contextlib.contextmanager
 def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A regular file, opened to read, and its size. Links are followed; pipes and devices are never waited for.

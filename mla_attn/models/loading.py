@@ -16,9 +16,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from mla_attn.models.config import END_TOKENS, DeepseekConfig
+from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.deepseek import Attention, DecoderLayer, DeepseekForCausalLM
-from mla_attn.models.files import CheckpointError, read_json
+from mla_attn.models.files import CheckpointError, exists, read_json
+from mla_attn.models.keys import END_TOKENS
 from mla_attn.models.layers import MLP
 from mla_attn.models.moe import MoE
 from mla_attn.models.safetensors import DTYPES, Stored, list_tensors
@@ -50,8 +51,9 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) 
             stored so, else bfloat16.
 
     Raises:
-        CheckpointError: missing or damaged files; missing, unexpected or misshapen tensors; a dtype that is not read.
-        ValueError: a ``config.json`` that asks for what is not supported, or a wrong ``dtype``.
+        CheckpointError: whatever is wrong with the folder: missing or damaged files, settings that make no sense or
+            are not supported, missing, unexpected or misshapen tensors, a dtype that is not read. With the file.
+        ValueError: a wrong ``dtype``.
     """
     return open_checkpoint(path, dtype=dtype).load()
 
@@ -106,11 +108,11 @@ def read_config(folder: Path) -> DeepseekConfig:
     often name theirs in the latter alone.
 
     Raises:
-        CheckpointError: a file that is damaged, or the first one missing.
-        ValueError: values that make no sense or are not supported.
+        CheckpointError: a file that is damaged, or the first one missing; values that make no sense or are not
+            supported. With the file.
     """
     data, more = read_json(folder / CONFIG), {}
-    if os.path.lexists(folder / GENERATION_CONFIG):
+    if exists(folder / GENERATION_CONFIG):
         more = read_json(folder / GENERATION_CONFIG)
     file = folder / CONFIG
     try:
@@ -118,7 +120,7 @@ def read_config(folder: Path) -> DeepseekConfig:
         file = folder / GENERATION_CONFIG
         ends = read_settings(more, END_TOKENS)["eos_token_id"]
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise CheckpointError(f"{file}: {error}") from error
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 

@@ -6,14 +6,13 @@ only while it is converted.
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from mla_attn.models.files import MOST_JSON_BYTES, CheckpointError, open_file, parse_json, read_json
+from mla_attn.models.files import MOST_JSON_BYTES, CheckpointError, exists, open_file, parse_json, read_json
 from mla_attn.models.settings import is_integer
 from mla_attn.text import plain, shown, some
 
@@ -54,9 +53,9 @@ def list_tensors(folder: Path) -> dict[str, Stored]:
         CheckpointError: no such file, a shard or a tensor that the index names and is not there, a tensor stored twice,
             or a file that is truncated or corrupt.
     """
-    if os.path.lexists(folder / SINGLE):
+    if exists(folder / SINGLE):
         return read_header(folder / SINGLE)
-    if not os.path.lexists(folder / INDEX):
+    if not exists(folder / INDEX):
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from mla_attn.models.files import CheckpointError, open_file, read_bytes, read_json
-from mla_attn.models.settings import LARGEST_INT32, Setting, boolean, integer, read_settings, section
+from mla_attn.models.files import CheckpointError, exists, open_file, read_bytes, read_json
+from mla_attn.models.keys import ADDED_TOKEN, BEGIN_TOKEN, SHAPES, TIKTOKEN
+from mla_attn.models.settings import TOKEN_TEXT, read_settings, section
 from mla_attn.text import shown
 
 END_OF_BYTES = 256  # ids from here on are special tokens of a byte-level checkpoint, and have no text
@@ -68,9 +69,9 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
     """
     folder = Path(folder)
     config = _read_config(folder / "tokenizer_config.json")
-    if os.path.lexists(folder / "tokenizer.json"):
+    if exists(folder / "tokenizer.json"):
         return FileTokenizer.load(folder / "tokenizer.json", config)
-    if os.path.lexists(folder / "tiktoken.model") and config.get("tokenizer_class") == "TikTokenTokenizer":
+    if exists(folder / "tiktoken.model") and config.get("tokenizer_class") == "TikTokenTokenizer":
         return TiktokenTokenizer(folder / "tiktoken.model", config)
     for pattern in NOT_READ:
         for file in sorted(folder.glob(pattern)):
@@ -83,23 +84,14 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
 
 def _read_config(file: Path) -> dict[str, Any]:
     """``tokenizer_config.json`` with ``bos_token`` as text, None if there is none; empty if there is no file."""
-    if not os.path.lexists(file):
+    if not exists(file):
         return {}
-    config, token = read_json(file), {"bos_token": Setting(_token_text, None)}
     try:
-        return config | read_settings(config, token | {"add_bos_token": Setting(boolean, None)})
+        return read_settings(read_json(file), BEGIN_TOKEN | TIKTOKEN)
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
-
-
-def _token_text(name: str, value: Any) -> str:
-    """A token as text or as the dict of an AddedToken."""
-    content = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(content, str):
-        raise ValueError(f"{name}={shown(value)} must be a string, or an object with a string as its content")
-    if any("\ud800" <= character <= "\udfff" for character in content):
-        raise ValueError(f"{name}={shown(content)} must be text: half a surrogate pair is none")
-    return content
 
 
 class _BeginToken:
@@ -174,9 +166,8 @@ class ByteTokenizer:
 
 def _byte_tokenizer(folder: Path, config: Mapping[str, Any]) -> ByteTokenizer:
     file = folder / "config.json"
-    wanted = {"vocab_size": Setting(integer(1)), "bos_token_id": Setting(integer(0, LARGEST_INT32), None)}
     try:
-        model = read_settings(read_json(file), wanted)
+        model = read_settings(read_json(file), {name: SHAPES[name] for name in ("vocab_size", "bos_token_id")})
     except CheckpointError:
         raise
     except ValueError as error:
@@ -336,7 +327,7 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
 def _added_tokens(file: Path, config: Mapping[str, Any], first: int) -> dict[int, tuple[str, bool]]:
     """Text of the tokens from id ``first`` on, and whether they are special: those have no text in an answer."""
     try:
-        added = section("added_tokens_decoder", config.get("added_tokens_decoder") or {})
+        added = config.get("added_tokens_decoder") or {}
         names = {}
         for key, entry in added.items():
             label = f"added_tokens_decoder {key}"
@@ -344,8 +335,8 @@ def _added_tokens(file: Path, config: Mapping[str, Any], first: int) -> dict[int
             if not first <= number < first + TiktokenTokenizer.RESERVED:
                 last = first + TiktokenTokenizer.RESERVED - 1
                 raise ValueError(f"{label} must be an id from {first}, after those of tiktoken.model, to {last}")
-            special = read_settings(section(label, entry), {"special": Setting(boolean, True)}, within=label)["special"]
-            names[number] = (_token_text(label, entry), special)
+            special = read_settings(section(label, entry), ADDED_TOKEN, within=label)["special"]
+            names[number] = (TOKEN_TEXT(label, entry), special)
         if len({text for text, _ in names.values()}) < len(names):
             raise ValueError("added_tokens_decoder has two ids for one text")
     except ValueError as error:

@@ -149,7 +149,10 @@ REFUSED = [
         {"rope_scaling": YARN | {"mscale_all_dim": -1}},
         "rope_scaling mscale_all_dim=-1 must be a finite number of at least 0.0",
     ),
-    ({"rope_scaling": YARN | {"max_position_embeddings": 64}}, "rope_scaling max_position_embeddings=64.*: 4096"),
+    (
+        {"rope_scaling": YARN | {"max_position_embeddings": 64}},
+        "max_position_embeddings=64 is not the file's own: 4096",
+    ),
     ({"rope_scaling": YARN | {"llama_4_scaling_beta": "0.1"}}, "llama_4_scaling_beta='0.1' must be a finite number"),
     ({"rope_scaling": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings is missing"),
     ({"topk_method": ["noaux_tc"]}, r"topk_method=\['noaux_tc'\]"),

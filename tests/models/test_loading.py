@@ -454,9 +454,37 @@ def test_shards_that_do_not_match_their_index(tmp_path, v3, case):
     refuses(folder, message)
 
 
-def test_unserved_config_is_a_plain_value_error(tmp_path, v3):
+def test_an_unsupported_config_is_a_checkpoint_error(tmp_path, v3):
     config, tensors = v3
     folder = write_checkpoint(tmp_path / "c", config | {"model_type": "llama"}, tensors)
-    with pytest.raises(ValueError, match="model_type='llama'") as caught:
-        load_checkpoint(folder, dtype=jnp.float32)
-    assert not isinstance(caught.value, CheckpointError)
+    refuses(folder, r"config\.json: model_type='llama' is not supported")
+
+
+def test_rotary_buffers_alone_are_no_draft_layer(tmp_path, v3, caplog):
+    """Nor are tensors without elements."""
+    config, tensors = without("layers.3.")(*v3)
+    buffers = {
+        "model.layers.3.self_attn.rotary_emb.inv_freq": np.ones(32, np.float32),
+        "model.layers.3.mlp.shared_experts.up_proj.weight": np.zeros((0, 192), np.float32),
+    }
+    model = load_checkpoint(write_checkpoint(tmp_path / "c", config, tensors | buffers), dtype=jnp.float32)
+    assert not model.can_draft and "loaded without" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+def test_files_without_permission(tmp_path, v3, monkeypatch, name):
+    """Tests run as root, whom nobody refuses anything."""
+    folder = write_checkpoint(tmp_path / "c", *v3)
+    (folder / "generation_config.json").write_text("{}")
+    for call in ("lstat", "open"):
+        real = getattr(os, call)
+
+        def refused(path, *rest, real=real):
+            if str(path).endswith(name):
+                raise PermissionError(13, "Permission denied", path)
+            return real(path, *rest)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refused)
+            if (call, name) != ("lstat", "config.json"):
+                refuses(folder, rf"{name} cannot be read: Permission denied")
