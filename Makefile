@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it makes.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-slow lint mutants cuda-aot clean
+.PHONY: help demo quick test test-slow test-hf lint mutants cuda-aot clean
 
 # Compiled Python is kept, whatever the shell says: without it every test process compiles all files for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,6 +26,9 @@ test: .venv/installed-test ## Run the tests but the slow ones (options: .venv/bi
 test-slow: .venv/installed-test ## Run the slow tests: notebooks, float32 twins, long generations
 	@$(PYTEST) -m slow
 
+test-hf: .venv/installed-hf ## Compare small random models with transformers (fetches it and torch, some gigabytes)
+	@.venv/bin/python -m pytest tests/models/test_transformers.py
+
 lint: .venv/installed-lint ## Check style, types and the direction of imports
 	@.ci/lint .venv/bin
 
@@ -45,6 +48,7 @@ clean: ## Remove .venv and every file that tools leave
 .venv/installed-demo: EXTRA :=
 .venv/installed-test: EXTRA := [test]
 .venv/installed-lint: EXTRA := [lint]
+.venv/installed-hf: EXTRA := [test,hf]
 .venv/installed-%: pyproject.toml constraints.txt | .venv/bin/python
 	@.ci/pip-install .venv/bin/python --constraint constraints.txt --editable '.$(EXTRA)'
 	@touch $@

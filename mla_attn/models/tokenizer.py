@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from mla_attn.checks import INT32_MAX, check_integers
 from mla_attn.models.files import CheckpointError, exists, open_file, read_bytes, read_json
 from mla_attn.models.keys import ADDED_TOKEN, BEGIN_TOKEN, SHAPES, TIKTOKEN
 from mla_attn.models.settings import TOKEN_TEXT, read_settings, section
@@ -151,7 +152,7 @@ class ByteTokenizer:
         self._begin = begin
 
     def encode(self, text: str) -> list[int]:
-        return [*self._begin, *text.encode(errors="replace")]
+        return [*self._begin, *_check_text(text).encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._bytes(tokens).decode(errors="replace")
@@ -161,7 +162,7 @@ class ByteTokenizer:
 
     @staticmethod
     def _bytes(tokens: Sequence[int]) -> bytes:
-        return bytes(t for t in tokens if t < END_OF_BYTES)
+        return bytes(t for t in _check_ids(tokens) if t < END_OF_BYTES)
 
 
 def _byte_tokenizer(folder: Path, config: Mapping[str, Any]) -> ByteTokenizer:
@@ -209,7 +210,7 @@ class FileTokenizer:
         return cls(tokenizer, _BeginToken(config, tokenizer.token_to_id, file), file)
 
     def encode(self, text: str) -> list[int]:
-        ids = self._ids(text)
+        ids = self._ids(_check_text(text))
         if self._begin is None or self._begin.wanted is None:
             return ids
         return self._begin.apply(ids, self._ids(text, add_special_tokens=False))
@@ -218,10 +219,28 @@ class FileTokenizer:
         return _guarded(self._file, lambda: self._tokenizer.encode(text, **options).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return _guarded(self._file, lambda: self._tokenizer.decode(list(tokens)))
+        tokens = _check_ids(tokens)
+        return _guarded(self._file, lambda: self._tokenizer.decode(tokens))
 
     def stream(self) -> TextStream:
         return _FileStream(self.decode)
+
+
+def _check_text(text: str) -> str:
+    """A prompt, before a file is blamed for it."""
+    if not isinstance(text, str):
+        raise ValueError(f"text={shown(text)} must be a string")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"text={shown(text)} must be text: half a surrogate pair is none")
+    return text
+
+
+def _check_ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids, before a file is blamed for them."""
+    ids = check_integers("tokens", tokens)
+    if ids and not 0 <= min(ids) <= max(ids) <= INT32_MAX:
+        raise ValueError(f"tokens hold {shown(min(ids) if min(ids) < 0 else max(ids))}, must be 0 to {INT32_MAX}")
+    return ids
 
 
 def _guarded(file: Path | None, call: Callable[[], Any]) -> Any:
@@ -279,6 +298,8 @@ class TiktokenTokenizer:
         self._file, self._begin = file, _BeginToken(config, special.get, file)
 
     def encode(self, text: str) -> list[int]:
+        text = _check_text(text)
+
         def encode_all() -> list[int]:
             parts = (self._encoding.encode(part, allowed_special="all") for part in self._parts(text))
             return [token for part in parts for token in part]
@@ -303,6 +324,7 @@ class TiktokenTokenizer:
         return _ByteStream(self._bytes)
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
+        tokens = _check_ids(tokens)
         return b"".join(self._texts.get(token, b"") for token in tokens)
 
 

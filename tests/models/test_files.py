@@ -1,11 +1,11 @@
 """Files from strangers: whatever a header or a config holds, it is read right or refused in a line with its name."""
 
 import json
-import random
 
 import pytest
 
 from checkpoints import V3, write_checkpoint
+from damage import mutants
 from mla_attn import cli
 from mla_attn.models import CheckpointError
 from mla_attn.models.loading import read_config
@@ -83,63 +83,6 @@ def check_message(error, *files):
 
 
 # Mutants.
-
-JUNK = [None, True, False, -1, 0, 0.5, 1.0, 10**9, 2**31, 2**63, -(2**70), 10**400, 10**4000, 2**64, 1e-60, 1e308,
-        float("nan"), float("inf"), "", "false", "1", "\ud800", "x\n" * 50, "\0", "yarn", [], [1], [[]],
-        [-1, 2.5], {}, {"a": 1}, {"type": "yarn"}, list(range(1000))]  # fmt: skip
-PIECES = [b"NaN", b"-Infinity", b"1e999", b"-", b"[", b"{" * 3000, b"[" * 100_000, b'"', b",", b"null", b"\xff\xfe",
-          b"\xef\xbb\xbf", b"\0", b"9" * 5000, b'\\ud800', b'"a":1,"a":1', b"\n"]  # fmt: skip
-
-
-def places(data, path=()):
-    """Paths to all values in a JSON value."""
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in inner:
-        yield (*path, key)
-        yield from places(value, (*path, key))
-
-
-def with_other_value(data, rng):
-    """A value replaced, left out, or under another's name."""
-    data = json.loads(json.dumps(data))
-    *way, key = rng.choice(list(places(data)))
-    holder = data
-    for step in way:
-        holder = holder[step]
-    kind = rng.randrange(8)
-    if kind == 0:
-        del holder[key]
-    elif kind == 1 and isinstance(holder, dict):
-        holder[rng.choice(["", "a" * 500, "\n", "\ud800", "model_type", "type"])] = holder.pop(key)
-    elif kind == 2:
-        holder[key] = [holder[key]]
-    else:
-        holder[key] = rng.choice(JUNK)
-    return json.dumps(data).encode()
-
-
-def with_other_bytes(text, rng):
-    begin, kind = rng.randrange(len(text)), rng.randrange(7)
-    end = min(begin + rng.randrange(1, 40), len(text))
-    if kind == 0:
-        return text[:begin]
-    if kind == 1:
-        return text[:begin] + bytes([text[begin] ^ 1 << rng.randrange(8)]) + text[begin + 1 :]
-    if kind == 2:
-        return text[:begin] + text[end:]
-    if kind == 3:
-        return text[:end] + text[begin:]
-    if kind == 4:
-        return text.decode().encode(rng.choice(["utf-16", "utf-32", "utf-8-sig"]))
-    if kind == 5:
-        return text[:begin] + rng.randbytes(end - begin) + text[end:]
-    return text[:begin] + rng.choice(PIECES) + text[begin:]
-
-
-def mutants(data, count, seed):
-    rng, text = random.Random(seed), json.dumps(data).encode()
-    for number in range(count):
-        yield with_other_value(data, rng) if number % 2 else with_other_bytes(text, rng)
 
 
 def test_mutated_headers(tmp_path):

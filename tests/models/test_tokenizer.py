@@ -156,6 +156,23 @@ def test_ids_in_place_of_text():
     assert add([1, 22]) + add([3]) + add.finish() == tokenizer.decode([1, 22, 3]) == "1 22 3 "
 
 
+def wrong_arguments(tokenizer):
+    """The argument is named, not the file."""
+    for text in ("\udcff", "a\ud800"):
+        with pytest.raises(ValueError, match=r"text='.*' must be text: half a surrogate pair") as caught:
+            tokenizer.encode(text)
+        assert not isinstance(caught.value, CheckpointError)
+    for tokens, message in (([-1], "tokens hold -1, must be 0 to"), ([1, 2**40], "tokens hold 1099511627776, must")):
+        for decode in (tokenizer.decode, tokenizer.stream()):
+            with pytest.raises(ValueError, match=message) as caught:
+                decode(tokens)
+            assert not isinstance(caught.value, CheckpointError)
+
+
+def test_wrong_arguments_of_bytes():
+    wrong_arguments(ByteTokenizer())
+
+
 # tokenizer.json.
 
 
@@ -242,6 +259,10 @@ def test_a_begin_token_that_is_none(byte_level):
 )
 def test_truncation_and_padding_of_training_are_reset(byte_level, change):
     assert len(byte_level(change).encode("a" * 100)) == 100
+
+
+def test_wrong_arguments_of_a_file(byte_level):
+    wrong_arguments(byte_level())
 
 
 def test_a_stream_of_any_tokens(byte_level):
@@ -344,6 +365,10 @@ def test_a_tiktoken_file(kimi):
     assert "".join(add([token]) for token in tokens) + add.finish() == tokenizer.decode(tokens)
     assert kimi(add_bos_token=True).encode("hello") == [265, 259]
     assert kimi(add_bos_token=True).encode("[BOS]hello") == [265, 259]
+
+
+def test_wrong_arguments_of_tiktoken(kimi):
+    wrong_arguments(kimi())
 
 
 def test_text_is_split_as_published(kimi):
