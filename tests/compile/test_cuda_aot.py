@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import aot
-from footprint import PASSES, PROGRAMS, Footprint, assert_in_place
+from footprint import CUDA_PASSES, PROGRAMS, Footprint, assert_in_place
 
 pytestmark = aot.needs_compiler
 
@@ -41,7 +41,7 @@ def test_one_row_times_a_matrix_is_a_product():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", CUDA_PASSES)
 def test_whole_models_hold_one_pool(name):
     [found] = footprints("passes", name)
     assert found.unaliased == 0

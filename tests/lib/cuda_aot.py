@@ -21,7 +21,7 @@ from flax import nnx
 from jax.experimental import topologies
 
 from checkpoints import V3
-from footprint import PASSES, PROGRAMS, Footprint, footprint, lower, lower_pass, place, sizes_of
+from footprint import CUDA_PASSES, PROGRAMS, Footprint, footprint, lower, lower_pass, place, sizes_of
 from mla_attn.models import load_checkpoint
 from mla_attn.models.layers import Linear
 
@@ -39,7 +39,7 @@ def main(group: str) -> dict[str, list[Footprint] | str]:
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     if group == "passes":
         model = load_checkpoint(V3, dtype=jnp.bfloat16)
-        return {name: _attempt(_of_pass, name, model, device) for name in PASSES}
+        return {name: _attempt(_of_pass, name, model, device) for name in CUDA_PASSES}
     if group == "float32":
         return {name: _attempt(_of_program, name, group, device) for name in ("decode", "extend")}
     found = {name: _attempt(_of_program, name, group, device) for name in (*PROGRAMS, *CUDA_MISTAKES)}

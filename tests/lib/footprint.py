@@ -246,6 +246,7 @@ def lower(name: str, sizes: Sizes, sharding: jax.sharding.Sharding | None = None
 
 
 PASSES = ("prefill", "extend", "decode", "draft_prefill", "draft_decode", "target_verify", "draft_extend")
+CUDA_PASSES = ("extend", "decode", "target_verify")  # of each form and number of rows, one; each takes ten seconds
 
 
 def lower_pass(name: str, model, sharding: jax.sharding.Sharding | None = None) -> tuple[jax.stages.Lowered, int]:
