@@ -62,6 +62,7 @@ def pytest_collection_finish():
     # What imports and collection made stays: the collector need not look at it again and again (a twelfth of the time).
     gc.collect()
     gc.freeze()
+    gc.set_threshold(200_000, 20, 50)  # traces make and drop objects by the million, nearly none of them in cycles
 
 
 def pytest_report_header():
