@@ -145,7 +145,10 @@ def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool
     """
     begin = time.perf_counter()
     work = [(b, index) for b in buckets for index in b.pending]
-    compilers = ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1))
+    # On a CPU one at a time: XLA uses all processors for it, and storing a program in JAX's compilation cache while
+    # another thread compiled was seen to end the process (jaxlib 0.11.2).
+    threads = 1 if jax.default_backend() == "cpu" else min(_COMPILERS, os.cpu_count() or 1)
+    compilers = ThreadPoolExecutor(threads)
     with tqdm(total=len(work), desc="compiling", disable=not progress, leave=False) as bar:
         try:
             compiling = []
