@@ -6,7 +6,7 @@ positions between its old and its new length, so one rule keeps shared pages fro
 
     a page held by several requests lies wholly below the length of each of them.
 
-``fork`` therefore shares full pages only, and ``truncate`` hands a shared page back rather than cut it in two; ``grow``
+``fork`` therefore shares full pages only, and ``truncate`` drops a shared page rather than cut it in two; ``grow``
 then finds the request's last, partly filled page unshared, by construction. The host cannot copy rows, so both methods
 return how many leading tokens still have rows; the caller computes the others again, or copies them on the device.
 
@@ -91,7 +91,7 @@ class PageAllocator:
         self._extend(found, num_tokens)
 
     def truncate(self, request: Hashable, num_tokens: int) -> int:
-        """Drops the tokens from ``num_tokens`` on (rejected drafts, preemption) and gives back the pages past them.
+        """Drops the tokens from ``num_tokens`` on (rejected drafts, preemption) and the pages past them.
 
         The page that would be left partly filled goes back as well if others hold it, since growing would write it.
 
@@ -158,7 +158,7 @@ class PageAllocator:
     def release(self, page: int) -> None:
         """Gives up a ``hold``: the page is free if nobody else holds it. ValueError if it is free already."""
         self._check_held(page)
-        self._let_go(np.array([page]))
+        self._drop_holder(np.array([page]))
 
     def free(self, request: Hashable) -> None:
         """Removes a request; pages that nobody else holds become free.
@@ -219,13 +219,13 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def _extend(self, request: _Request, num_tokens: int) -> None:
-        """The only place that takes pages: all that are needed or, raising OutOfPages, none."""
+        """Takes the pages that are needed, or none and raises OutOfPages. No other method takes pages."""
         first, last = self._num_pages(request.length), self._num_pages(int(num_tokens))
         needed = last - first
         if needed > self._num_free:
             raise OutOfPages(needed, self._num_free, self.num_pages)
         if needed:
-            # The lowest that are free, sought in ever longer pieces: most are found in the first.
+            # The lowest free pages are sought in ever longer ranges; the first range usually has enough.
             end = self._lowest + 64
             while len(found := self._free_between(self._lowest, end)) < needed:
                 end += end - self._lowest
@@ -240,12 +240,13 @@ class PageAllocator:
         return begin + np.flatnonzero(self._holders[begin:end] == 0)
 
     def _release(self, request: _Request, keep: int) -> None:
-        """The only place that gives pages back: a request lets go of all but its first ``keep``."""
+        """Drops all pages of a request but its first ``keep``. No other method drops pages of a request."""
         pages = request.row[keep : self._num_pages(request.length)]
-        self._let_go(pages)
+        self._drop_holder(pages)
         pages[:] = -1
 
-    def _let_go(self, pages: np.ndarray) -> None:
+    def _drop_holder(self, pages: np.ndarray) -> None:
+        """Takes one holder from each of ``pages``; those without another become free."""
         self._holders[pages] -= 1  # no page is there twice, so none is missed
         free = pages[self._holders[pages] == 0]
         self._num_free += len(free)

@@ -86,7 +86,7 @@ class PrefixCache:
         """Adds ``request`` to the allocator with the longest kept run of pages that begins ``digests``.
 
         Args:
-            request: of ``PageAllocator.create``.
+            request: name of the new request, as ``PageAllocator.create`` takes it.
             digests: names of the pages whose rows may be taken from there.
 
         Returns:
@@ -98,11 +98,12 @@ class PrefixCache:
         return len(found) * self._pages.page_size
 
     def keep(self, request: Hashable, digests: Sequence[bytes], *, begin: int = 0) -> None:
-        """Keeps the first pages of a live request, whose rows are final, also after it is freed. Of a page that is kept
-        already the other copy stays.
+        """Keeps the first pages of a live request, whose rows are final, also after it is freed.
+
+        Where a page of equal content is kept already, that one stays.
 
         Args:
-            request: live in the allocator.
+            request: a live request of the allocator.
             digests: names of its first pages.
             begin: pages that were kept by an earlier call.
         """
@@ -115,11 +116,10 @@ class PrefixCache:
         self._touch([self._kept[digest] for digest in digests[begin:]])
 
     def evict(self, num_pages: int) -> bool:
-        """Let go of least recently used pages until ``num_pages`` are free in the allocator; of none if that cannot be.
+        """Drops least recently used pages until ``num_pages`` are free in the allocator; none if there are too few.
 
         The end of a text goes before its beginning. Returns whether that many are free now. Pages are chosen by array
-        operations over all of them: requests that run may hold tens of thousands, which no loop may pass over for each
-        page that is wanted.
+        operations over all of them: running requests may hold tens of thousands, too many for a Python loop.
         """
         num_pages = check_integer("num_pages", num_pages, 0)
         missing = num_pages - self._pages.num_free
@@ -134,7 +134,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drops all pages."""
         for digest in list(self._kept):
             self._drop(digest)
 
@@ -145,6 +145,6 @@ class PrefixCache:
         self._pages.release(page)
 
     def _touch(self, pages: Sequence[int]) -> None:
-        """The first last: a beginning outlives what follows it."""
+        """Marks pages as used, the first as used last: a beginning outlives what follows it."""
         self._clock += len(pages)
         self._last_use[list(pages)] = np.arange(self._clock, self._clock - len(pages), -1)

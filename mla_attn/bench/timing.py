@@ -149,7 +149,7 @@ def occupancy(run) -> Occupancy:
         raise ProfileError(f"no kernels on these lines: {seen}")
     busy = waited = 0.0
     end = start = kernels[0][0]
-    for begin, until in kernels:  # of several streams, so they may overlap
+    for begin, until in kernels:  # they come from several streams, so they may overlap
         waited += begin - end if begin - end > 1e9 * LONG_GAP else 0.0
         busy += max(until - max(begin, end), 0.0)
         end = max(end, until)

@@ -1,7 +1,7 @@
 """One builder per serving mode.
 
 Every system has its own meaning of ``seq_lens`` in each mode; here the meaning is settled once, by the builder, and the
-ops see only ``kv_lens``: every key the request's last query token may see, the tokens of this call included. Each
+ops see only ``kv_lens``: the keys up to the request's last query token, the tokens of this call included. Each
 builder says which meaning it takes:
 
 =====================  ==============================================  =====================================
@@ -11,7 +11,7 @@ builder                length argument                                  rows of 
 ``for_target_verify``  ``prefix_lens`` does not count the draft tokens  the anchor and its drafts
 ``for_draft_extend``   ``seq_lens`` counts the accepted tokens          the accepted tokens
 ``for_draft_decode``   ``seq_lens`` counts none of the drafted tokens   1, at position ``seq_len + step``
-``for_extend``         ``seq_lens`` counts the tokens of this call      the new part of a prompt
+``for_extend``         ``seq_lens`` counts the tokens of this call      a prefill chunk of a prompt
 ``for_mixed``          ``seq_lens`` counts the tokens of this call      1 when decoding, more when extending
 =====================  ==============================================  =====================================
 
@@ -198,7 +198,7 @@ def for_extend(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """A new part of each prompt on top of what is cached; a whole prompt (prefill) is a part on top of nothing.
+    """A prefill chunk of each prompt, on top of what is cached; a whole prompt is a chunk on top of nothing.
 
     Args:
         page_table: page ids of each request.
@@ -257,7 +257,7 @@ def _build(
     """Metadata of rows that are cached from ``prefix_lens`` on.
 
     Args:
-        layout: of the batch.
+        layout: page layout of the batch.
         prefix_lens: int32 [B]; below 0 for no request.
         q_lens: int32 [B], of any value.
         max_q_len: rows of a request at most.

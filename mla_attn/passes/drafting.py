@@ -22,7 +22,7 @@ class DraftPasses:
     ``draft_decode`` (one for each step after the first draft), ``target_verify`` and ``draft_extend``.
 
     Args:
-        passes: of the model.
+        passes: passes of the model.
         model: that ``passes`` was made of.
         tree: drafts per verify step; a chain of K drafts is a tree of K widths of 1.
 
@@ -59,8 +59,10 @@ class DraftPasses:
 
     @functools.cached_property
     def draft_decode(self) -> tuple[Buckets, ...]:
-        """Drafts of each depth through the draft layer: the drafts after them. Steps that differ in nothing but their
-        number, as those of a chain, share a program."""
+        """A pass for each depth but the last: its drafts through the draft layer give the drafts after them.
+
+        Steps that differ only in their number, as those of a chain do, share a program.
+        """
         tree, made, steps = self.tree, {}, []
         for level in range(1, tree.depth):
             key = "chain" if tree.is_chain else level
@@ -165,7 +167,7 @@ class DraftFunctions:
         return {"drafts": drafts, "hidden": hidden}
 
     def _mask(self, batch: int, rows: slice, columns: slice):
-        """The tree's mask for every request; None for a chain, where causal says it all."""
+        """The tree's mask for every request; None for a chain, where the causal mask is all there is."""
         if self.tree.is_chain:
             return None
         mask = jnp.asarray(self.tree.mask[rows, columns])

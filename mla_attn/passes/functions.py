@@ -1,6 +1,6 @@
 """The passes of a model as pure functions ``(state, pools, inputs) -> (outputs, pools)``, before they are compiled.
 
-What they are traced from besides arrays is data that is compared by value. So engines of one model and equal sizes
+All that they are traced from besides arrays is data that is compared by value. So engines of one model and equal sizes
 share what JAX traced, lowered and compiled: a second one in a process compiles nothing.
 """
 
@@ -38,11 +38,11 @@ class Functions:
 
     Attributes:
         graphdef: the model without its arrays.
-        structure: of the arrays, which ``state`` holds as a flat tuple.
+        structure: tree structure of the model's arrays, which ``state`` holds as a flat tuple.
         groups: names of the cache groups.
         page_size: tokens per page.
         max_len: most tokens of a request.
-        implementation: of the attention ops, in the order in which to try them; None picks.
+        implementation: implementations of the attention ops, in the order in which to try them; None picks.
     """
 
     graphdef: Any
@@ -56,7 +56,7 @@ class Functions:
     def of(
         cls, model: CausalLM, *, page_size: int, max_len: int, implementation: Order
     ) -> "tuple[Functions, tuple[Any, ...]]":
-        """The passes of a model and its arrays, the first argument of each."""
+        """The passes of a model, and its arrays: the first argument of each pass."""
         graphdef, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
         groups = tuple(group.name for group in model.cache_groups)
@@ -65,6 +65,7 @@ class Functions:
 
     @property
     def layout(self) -> dict[str, Any]:
+        """Arguments that every builder of metadata takes."""
         return {"page_size": self.page_size, "max_len": self.max_len}
 
     def model(self, state: Any) -> Any:

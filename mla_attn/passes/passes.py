@@ -1,4 +1,4 @@
-"""Whole-model passes, one a mode, over padded arrays: what is compiled ahead of time and run by the engine.
+"""The passes of a model as programs: one for each mode and shape, compiled ahead of time and run by the engine.
 
 Every pass is a pure function ``(state, pools, inputs) -> (outputs, pools)`` of the model's arrays, the pools of its
 cache groups and a dict of fields (``mla_attn.passes.fields``); metadata is built inside. Requests with ``q_lens`` (or
@@ -23,11 +23,11 @@ from mla_attn.passes.functions import Functions, Method
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Ladders and static sizes that the passes are compiled for.
+    """Ladders of shapes, and static sizes, that the passes are compiled for.
 
     Attributes:
         batches: ladder of request counts B.
-        prompt_rows: ladder of prompt tokens T in one pass, all requests together.
+        prompt_rows: ladder of prompt tokens T of one pass, all requests together.
         table_width: pages per request W.
         page_size: tokens per page P.
         max_len: most tokens of a request.
@@ -44,14 +44,14 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass, before it is compiled.
+    """A pass before it is compiled.
 
     Attributes:
-        name: of its mode, shown in progress, warnings and profiles.
+        name: its mode, shown in progress, warnings and profiles.
         fn: the pure function.
-        inputs: the fields it takes.
-        sizes: of their axes, but for B and T.
-        given: those of its inputs that begin a request: the host has them, though they are kept.
+        inputs: names of the fields it takes.
+        sizes: sizes of their axes, but for B and T.
+        given: kept fields among the inputs that the host gives, because the request begins with this pass.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Passes:
         wrap: applied to every pass before it is compiled.
     """
 
-    functions_class = Functions  # of which benchmarks make variants
-    buckets_class = Buckets  # likewise
+    functions_class = Functions  # benchmarks replace it
+    buckets_class = Buckets  # benchmarks replace it
 
     def __init__(
         self,
@@ -142,8 +142,10 @@ class Passes:
         given: tuple[str, ...] = (),
         **sizes: int,
     ) -> Buckets:
-        """The ``Buckets`` of a pass: every batch size and, over prompts, every number of rows. Passes whose ``fn``
-        and other arguments are equal share programs."""
+        """The ``Buckets`` of a pass: every batch size and, over prompts, every number of rows.
+
+        Passes whose ``fn`` and other arguments are equal share programs.
+        """
         made, jitted = _jitted(name, fn, inputs, tuple({**self.sizes, **sizes}.items()), given, self._wrap)
         shapes = self.shapes
         ladder = [{"B": batch} for batch in shapes.batches]
@@ -162,13 +164,13 @@ def _jitted(
     given: tuple[str, ...],
     wrap: Callable[[Pass], Pass],
 ) -> tuple[Pass, Any]:
-    """A pass, wrapped and jitted: one object for all that are equal, for what JAX compiled is kept by object."""
+    """Wraps and jits a pass. Equal passes get one object, because JAX keeps what it compiled by object."""
     made = wrap(Pass(name, fn, inputs, dict(sizes), given))
     return made, jit_step(made.fn, name)
 
 
 def _check_parameter(name: str, old: Any, new: Any) -> None:
-    """ValueError unless two parameters that may be absent can take each other's place."""
+    """Raises ValueError unless parameter ``new`` can take the place of ``old``; either may be absent."""
     kinds = [_kind(parameter) for parameter in (new, old)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"model_or_state has {kinds[0]} at {name!r}, must be {kinds[1]}")

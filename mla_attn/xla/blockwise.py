@@ -48,7 +48,7 @@ CPU, PARALLEL = Config(block_keys=512, max_lanes=1), Config(block_keys=1024, max
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static sizes of one call."""
+    """How a call is cut: static sizes."""
 
     tile: int  # query tokens per tile
     tiles: int  # tiles per request
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What a row may see and how scores are formed."""
+    """Which keys are visible to a row, and how scores are formed."""
 
     scale: float
     causal: bool = True
@@ -149,7 +149,7 @@ def blockwise_attention(
     state = (jnp.full(shape, -jnp.inf, f32), jnp.zeros(shape, f32), jnp.zeros((*shape, v_dim), f32))
     state = lax.fori_loop(0, share, step, vary_together(state, like=q))
     m, l, acc = _merge_lanes(state, count, ends, share, plan.lanes)
-    filled = l != 0  # NaN is not empty
+    filled = l != 0  # a sum of NaN is not an empty row
     out = jnp.where(filled[..., None], acc / jnp.where(filled, l, 1.0)[..., None], 0.0)
     lse = jnp.where(filled, m + jnp.log(jnp.where(filled, l, 1.0)), -jnp.inf)
     return _to_rows(out, lse, batch, plan, rows, group)
@@ -253,7 +253,7 @@ def _merge_lanes(state, count, ends, share, lanes: int):
 
 
 def _to_rows(out, lse, batch: Batch, plan: Plan, rows: int, group: int):
-    """Tiles back to packed rows."""
+    """Takes the results of tiles back to packed rows."""
     owner, owned = row_owners(batch.q_starts, batch.q_lens, rows)
     offset = jnp.where(owned, jnp.arange(rows, dtype=jnp.int32) - batch.q_starts[owner], 0)
     tile, row = owner * plan.tiles + offset // plan.tile, offset % plan.tile

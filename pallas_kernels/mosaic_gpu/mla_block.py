@@ -24,7 +24,7 @@ from mla_attn.pallas_kernels.work_list import HEADER, ITEM, TILE, Plan
 
 STORE_ROWS = 8  # rows of one store: every item has a multiple of it
 START, MASKED = -1e30, -1e33  # the running maximum (log2) of a row that has seen no key; a masked score
-PARTS = ("left", "right", "rope")  # of a key tile: either half of the value channels, and the rope part
+PARTS = ("left", "right", "rope")  # parts of a key tile: either half of the value channels, and the rope channels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

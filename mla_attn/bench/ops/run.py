@@ -101,11 +101,11 @@ def run(
         shapes: calls to time.
         implementations: names, of ``dispatch.NAMES`` or the baseline's.
         page_size: tokens per page.
-        dtype: of pool and queries, by name.
+        dtype: dtype of pool and queries, by name.
         latent: latent and rope channels.
         repeats: timed chains, and profiles, of which the median counts.
         unroll: whether chains are unrolled.
-        seed: of all data.
+        seed: seed of all data.
         save: called with the report so far after every shape.
     """
     configuration = {

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from mla_attn.text import shown
 
-# Beyond these nothing is timed that anybody serves; memory is asked for apart.
+# Limits of what is timed, far above what is in use; memory is checked apart.
 MOST_REQUESTS = 65536
 MOST_HEADS = 1024
 MOST_QUERIES = 4096  # tokens of a request
@@ -81,7 +81,7 @@ class Shape:
 
         Args:
             spec: channels of queries and outputs.
-            row_bytes: of a cached row.
+            row_bytes: bytes of a cached row.
             itemsize: bytes of a channel of queries and outputs.
         """
         rows = len(self.kv_lens) * self.q_len * self.heads

@@ -21,7 +21,7 @@ class _SimulatedFunctions(Functions):
         parents = tree.parents.tolist()
         child = np.array([parents.index(node) - 1 if node in parents else -1 for node in range(len(parents))])
         luck = jax.vmap(jax.vmap(_uniform, in_axes=(None, 0)))(x["seed"], positions)
-        # The first token that is no draft stands for one that was not foreseen.
+        # Where drafts are wrong, the target's token is the first one that was not drafted.
         ids = jnp.arange(len(parents), dtype=jnp.int32)
         drafted = (drafts[:, None] == ids[None, :, None]).any(axis=-1)
         unforeseen = jnp.argmin(drafted, axis=-1).astype(jnp.int32)[:, None]
@@ -30,6 +30,8 @@ class _SimulatedFunctions(Functions):
 
 
 class _SimulatedPasses(Passes):
+    """The passes of a ``SimulatedEngine``."""
+
     functions_class = _SimulatedFunctions
 
     def __init__(self, *arguments: Any, **options: Any):
