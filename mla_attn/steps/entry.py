@@ -1,6 +1,7 @@
 """What makes a function a step that users call."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,26 +23,30 @@ class EntryPoint:
     def __init__(self, step: Callable[..., Any], static: tuple[str, ...]):
         functools.update_wrapper(self, step)
         self._static = static
+        self._pool_at = list(inspect.signature(step).parameters).index("pool")
         self._program = jax.jit(step, static_argnames=("implementation", *static), donate_argnames="pool")
 
     def __call__(self, *args, implementation=None, **kwargs):
-        return self._program(*args, **self._settled(kwargs, implementation))
+        return self._program(*args, **self._settled(args, kwargs, implementation))
 
     def trace(self, *args, implementation=None, **kwargs) -> jax.stages.Traced:
-        return self._program.trace(*args, **self._settled(kwargs, implementation))
+        return self._program.trace(*args, **self._settled(args, kwargs, implementation))
 
     def lower(self, *args, implementation=None, **kwargs) -> jax.stages.Lowered:
-        return self._program.lower(*args, **self._settled(kwargs, implementation))
+        return self._program.lower(*args, **self._settled(args, kwargs, implementation))
 
     def eval_shape(self, *args, implementation=None, **kwargs) -> Any:
-        return self._program.eval_shape(*args, **self._settled(kwargs, implementation))
+        return self._program.eval_shape(*args, **self._settled(args, kwargs, implementation))
 
-    def _settled(self, kwargs: dict[str, Any], implementation) -> dict[str, Any]:
+    def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any], implementation) -> dict[str, Any]:
         for name in self._static:
             if isinstance(kwargs.get(name), jax.Array):
                 raise ValueError(f"{name}={kwargs[name]!r} must be static, not an array")
         # Here, where a list is no error of JAX's yet and NumPy's True no other program than Python's.
         kwargs |= {name: check_flag(name, kwargs[name]) for name in _FLAGS if name in kwargs}
+        pool = args[self._pool_at] if len(args) > self._pool_at else kwargs.get("pool")
+        if "layer" in kwargs and hasattr(pool, "placement"):
+            kwargs["layer"] = pool.placement.check_layer(kwargs["layer"])  # once traced, its value is not known
         return {**kwargs, "implementation": requested(implementation)}
 
 

@@ -100,8 +100,8 @@ _ABSORBED_DOC = """
         pool: the cache; donated.
         metadata: from the mode's builder; its ``slots`` say where the rows go.
         spec: static facts of the attention.
-        layer: layer of the pool, a Python int or an int32 scalar. It is traced, so a value out of range cannot raise:
-            nothing is written and the output is undefined.
+        layer: layer of the pool, a Python int or an int32 scalar. A traced value out of range cannot raise: nothing is
+            written and the output is undefined.
         tree_mask: of ``mla_attention``, for verifying or drafting trees.
         query_scaling: position-dependent scaling of the queries.
         return_lse: also return the log-sum-exp of the scores.
@@ -163,7 +163,7 @@ def prefill(
         pool: the cache; donated.
         metadata: rows and slots.
         spec: static facts of the attention.
-        layer: layer of the pool. It is traced, so a value out of range cannot raise: nothing is written.
+        layer: layer of the pool. A traced value out of range cannot raise: nothing is written.
         query_scaling: position-dependent scaling of the queries.
         return_lse: also return the log-sum-exp of the scores.
         implementation: of ``ragged_attention``.
@@ -218,7 +218,7 @@ def extend(
         pool: the cache; donated.
         metadata: from ``for_extend``.
         spec: static facts of the attention.
-        layer: layer of the pool. It is traced, so a value out of range cannot raise: nothing is written and the output
+        layer: layer of the pool. A traced value out of range cannot raise: nothing is written.and the output
             is undefined.
         chunk_size: cached tokens per request expanded at a time.
         query_scaling: position-dependent scaling of the queries.

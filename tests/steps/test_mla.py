@@ -550,6 +550,12 @@ def test_errors_of_absorbed_modes(unchecked, world, mode):
         ABSORBED[mode](q_latent[:2], q_rope, latent, rope, pool, metadata, SPEC)
     with pytest.raises(NotImplementedError, match="no 'triton' implementation"):
         ABSORBED[mode](q_latent, q_rope, latent, rope, pool, metadata, SPEC, implementation="triton")
+    # Before it is traced, where its value is no longer known; the pool is by position or by name.
+    for layer in (LAYERS, -1, np.int64(LAYERS), i32(LAYERS)[0]):
+        with pytest.raises(ValueError, match=f"layer=.*{layer}.* must be .*0 .*{LAYERS - 1}"):
+            ABSORBED[mode](q_latent, q_rope, latent, rope, pool, metadata, SPEC, layer=layer)
+        with pytest.raises(ValueError, match=f"layer=.*{layer}"):
+            ABSORBED[mode](q_latent, q_rope, latent, rope, pool=pool, metadata=metadata, spec=SPEC, layer=layer)
 
 
 @pytest.mark.parametrize("mode", [*ABSORBED, "prefill", "extend"])
