@@ -116,6 +116,8 @@ MUTANTS = (
     Mutant("logits that are no numbers drawn from", "mla_attn/passes/functions.py", "jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, INVALID_TOKEN)", "tokens", FAULTS + "test_c45_tokens_before_the_invalid_one_are_handed_out"),
     Mutant("tokens lost when cut short", "mla_attn/engine/outputs.py", "            self._record(self._current)", "            pass", "tests/engine/test_outputs.py"),
     Mutant("found before it was accounted for", "mla_attn/engine/scheduler.py", "min(self.num_accounted + ", "min(self.num_computed + ", "tests/engine/test_scheduler.py"),
+    Mutant("end tokens passed over", "mla_attn/engine/scheduler.py", "*(() if params.ignore_eos else eos_token_ids)", "", "tests/engine/test_requests.py::test_requests_end_at_the_models_end_tokens"),
+    Mutant("idle pages of a prefix counted twice", "cache/prefix.py", " - int(np.count_nonzero(idle[list(found)]))", "", "tests/cache/test_prefix.py::test_pages_that_are_found_are_not_available_beside"),
     Mutant("a callback's interrupt goes through", "mla_attn/engine/outputs.py", "except BaseException as error:", "except Exception as error:", ENGINE + "test_whatever_a_callback_raises_loses_nobody_elses_token"),
     Mutant("room for one row in flight too few", "mla_attn/engine/scheduler.py", "request.num_decoded_rows + request.num_rows_in_flight", "request.num_decoded_rows", ENGINE + "test_tokens"),
     Mutant("preempted requests lose their tokens", "mla_attn/engine/scheduler.py", "self.waiting.appendleft(request)", "request.num_tokens = request.prompt_len; self.waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),

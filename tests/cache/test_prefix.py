@@ -281,8 +281,26 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
+def test_pages_that_are_found_are_not_available_beside(pages, cache):
+    """A request that takes them keeps others from evicting them: idle ones are counted once."""
+    served(pages, cache, "a", list(range(10)))
+    served(pages, cache, "b", [7] * 5)
+    found = cache.find(names(cache, list(range(9))))
+    assert (len(found), cache.num_idle_pages, pages.num_free) == (2, 3, 9)
+    assert (cache.num_available([]), cache.num_available(found)) == (12, 10)
+    cache.fork("c", names(cache, list(range(9))))
+    assert cache.num_available(found) == 10 and not cache.evict(11) and cache.evict(10)
+    assert cache.find([]) == cache.find([b"none"]) == []
+
+
 @pytest.mark.parametrize("tokens", [[1.5] * 4, np.arange(4) + 2**32, ["a"] * 4, [2**70] * 4])
 def test_what_is_no_token_is_found_as_none(pages, cache, tokens, unchecked):
     """Rounded or wrapped it would be taken for another."""
     with pytest.raises(ValueError, match=r"tokens=.* must be integers of at most"):
         names(cache, tokens)
+
+
+def test_an_error_does_not_print_a_whole_prompt(pages, cache):
+    with pytest.raises(ValueError, match=r"tokens=.* must be integers") as caught:
+        names(cache, [2**40] * 5000)
+    assert len(str(caught.value)) < 200

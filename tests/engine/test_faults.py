@@ -3,9 +3,6 @@
 import collections
 import dataclasses
 import logging
-import os
-import signal
-import time
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import soak
 from faults import Fault
-from mla_attn.engine import Engine, Output, SamplingParams
-from traffic import CHAIN, KINDS, MAX_LEN, TREE, assert_idle, check_tokens, collect, serve, small_engine, some_prompt
+from mla_attn.engine import SamplingParams
+from soak import Soak, with_weights
+from traffic import CHAIN, KINDS, TREE, assert_idle, check_tokens, collect, serve, small_engine
 
-SECONDS = float(os.environ.get("FAULT_SECONDS", "0"))  # of test_faults_anywhere; 0 is a quick run
 PROMPT = [5, 1, 4, 4, 9, 2, 6, 8, 11]
 
 
@@ -192,18 +190,6 @@ def test_an_engine_that_cannot_go_on_says_so(engine, monkeypatch):
 # Logits that are no numbers.
 
 
-def with_weights(model, **changes):
-    """A copy whose named arrays are changed."""
-    other = nnx.clone(model)
-    for path, change in changes.items():
-        owner, *names = other, *path.split("__")
-        for part in names[:-1]:
-            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
-        parameter = getattr(owner, names[-1])
-        parameter.set_value(change(parameter[...]))
-    return other
-
-
 @pytest.fixture
 def poisoned(engine):
     """An engine whose model gives NaN to who meets token 12."""
@@ -342,99 +328,11 @@ def test_clear_prefix_cache_leaves_what_runs(engine):
 # Anywhere.
 
 
-@dataclasses.dataclass
-class Asked:
-    """A request of the soak, and with which model each of its tokens was made: (tokens before, model), in order."""
-
-    prompt: list[int]
-    params: SamplingParams
-    raises: bool
-    models: list[tuple[int, object]]
-
-
-class Soak:
-    """Traffic with faults at any point of a step, callbacks that raise and other weights; every token is judged."""
-
-    def __init__(self, engine, seed, *, kinds=(RuntimeError, MemoryError, KeyboardInterrupt), raises=0.0):
-        self.engine, self.rng, self.kinds, self.raises = engine, np.random.default_rng(seed), kinds, raises
-        self.beginnings = [some_prompt(self.rng, 12, 20) for _ in range(3)]
-        self.asked, self.found, self.faults, self.points = {}, {}, 0, 200
-
-    def run(self, requests: int, models=()) -> collections.Counter:
-        """Serve so many more requests, going on with each of ``models`` in turn; how many ended for which reason."""
-        models, first = list(models), len(self.asked)
-        compiles = self.engine.statistics.compiles_after_warm_up
-        turns = [first + requests * (n + 1) // (len(models) + 1) for n in range(len(models))]
-        while len(self.asked) < first + requests or self.engine.busy:
-            for _ in range(self.rng.poisson(0.7)):
-                if len(self.asked) < first + requests:
-                    self.add()
-            if turns and len(self.asked) >= turns[0]:
-                turns.pop(0)
-                self.update(models.pop(0))
-            self.step()
-        # Before the judge compiles programs of its own.
-        assert self.engine.statistics.compiles_after_warm_up == compiles
-        for name in list(self.asked)[first:]:
-            self.judge(self.asked[name], *self.found[name])
-        return collections.Counter(self.found[name][1] for name in list(self.asked)[first:])
-
-    def add(self) -> None:
-        rng = self.rng
-        prompt = some_prompt(rng, 1, 12)
-        prompt = self.beginnings[rng.integers(3)] + prompt if rng.random() < 0.5 else prompt
-        params = SamplingParams(
-            max_new_tokens=int(rng.integers(1, min(20, MAX_LEN - len(prompt)), endpoint=True)),
-            stop_token_ids=(int(rng.integers(13)),) if rng.random() < 0.3 else (),
-            temperature=float(rng.choice([0.0, 0.7, 1.5])),
-            seed=len(self.asked),
-            speculation=KINDS[rng.integers(3)],
-        )
-        raises = rng.random() < self.raises
-        name = self.engine.add_request(prompt, params, on_output=self.callback if raises else None)
-        self.asked[name] = Asked(prompt, params, raises, [(0, self.engine.model)])
-        if rng.random() < 0.05:
-            self.engine.cancel(name)
-
-    def callback(self, output: Output) -> None:
-        if self.rng.random() < 0.2:
-            raise ValueError("as planned")
-
-    def update(self, model) -> None:
-        for request in self.engine._live.values():
-            self.asked[request.id].models.append((request.num_new, model))
-        self.engine.update_weights(model)
-
-    def step(self) -> None:
-        error = self.rng.choice(self.kinds)("as planned") if self.rng.random() < 1 / 6 else None
-        fault = Fault(error, None if error is None else int(self.rng.integers(1, self.points + 20)))
-        try:
-            if error is None and self.rng.random() < 0.95:
-                outputs = self.engine.step()
-            else:
-                with fault.armed():
-                    outputs = self.engine.step()
-        except BaseException as raised:
-            assert error is not None and error in (raised, raised.__cause__)
-            self.faults += 1
-        else:
-            collect(outputs, self.found)
-            self.points = max(fault.passed, 50) if error is None and fault.passed else self.points
-
-    def judge(self, asked: Asked, tokens: list[int], reason: str) -> None:
-        ends = [*(n for n, _ in asked.models[1:]), len(tokens)]
-        for (begin, model), end in zip(asked.models, ends, strict=True):
-            check_tokens(model, [*asked.prompt, *tokens[:begin]], tokens[begin:end], asked.params)
-        assert not set(tokens[:-1]) & set(asked.params.stop_token_ids)
-        assert reason != "length" or len(tokens) == asked.params.max_new_tokens
-        assert reason != "stop" or tokens[-1] in asked.params.stop_token_ids
-
-
 def test_faults_anywhere(engine, caplog):
     caplog.set_level(logging.CRITICAL)
-    soak = Soak(engine, 0)
-    reasons = soak.run(60)
-    assert soak.faults > 20 and reasons["length"] + reasons["stop"] > 40
+    traffic = Soak(engine, 0)
+    reasons = traffic.run(60)
+    assert traffic.faults.total() > 20 and reasons["length"] + reasons["stop"] > 40
 
 
 def test_points_are_where_signals_arrive():
@@ -450,20 +348,14 @@ def test_points_are_where_signals_arrive():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 72), (4, 18), (16, 5)])
-def test_faults_anywhere_for_long(page_size, num_pages, caplog):
-    """As long as FAULT_SECONDS says, and at least for one round, over pages that are too few for all."""
+@pytest.mark.parametrize("number", range(len(soak.GEOMETRIES)))
+def test_a_round_of_the_soak(number, caplog):
+    """One for each page size; `python -m tests.soak` goes on with them."""
     caplog.set_level(logging.CRITICAL)
-    engine = small_engine(page_size=page_size, num_pages=num_pages)
-    engine.warm_up(progress=False)
-    begin, reasons, seed = time.monotonic(), collections.Counter(), 0
-    while seed == 0 or time.monotonic() - begin < SECONDS:
-        soak = Soak(engine, seed, raises=0.05)
-        reasons += soak.run(100)
-        assert_idle(engine)
-        seed += 1
-    print(page_size, dict(reasons), engine.statistics)
-    assert engine.statistics.preemptions > 0 and engine.statistics.faults > 0
+    done = soak.one_round(0, number)
+    engine = soak.warm_engine(*soak.GEOMETRIES[number])
+    assert len(done.found) == soak.ROUND and len(done.faults) >= 5  # places
+    assert engine.statistics.preemptions > 0 and engine.statistics.reused_tokens > 0
 
 
 @pytest.mark.slow
@@ -474,9 +366,9 @@ def test_five_hundred_requests_on_a_bad_day(caplog):
     engine.warm_up(progress=False)
     old = engine.model
     new = with_weights(old, embed_tokens__embedding=lambda w: jnp.roll(w, 1, axis=0))
-    soak = Soak(engine, 1, raises=0.05)
-    reasons = soak.run(500, [new, old])
-    print(dict(reasons), soak.faults, engine.statistics)
+    traffic = Soak(engine, 1, raises=0.05, places=soak.PLACES)
+    reasons = traffic.run(500, [new, old])
+    print(dict(reasons), traffic.faults, engine.statistics)
     assert sum(reasons.values()) == 500 and min(reasons[r] for r in ("length", "stop", "cancelled", "error")) > 5
     assert engine.statistics.preemptions > 10 and engine.statistics.faults > 50
     assert_idle(engine)
@@ -484,29 +376,17 @@ def test_five_hundred_requests_on_a_bad_day(caplog):
 
 def test_a_signal_at_any_time(engine):
     """Ctrl-C as it comes: the handler of a timer's signal raises it, wherever the engine is."""
-
-    def interrupt(_, frame):
-        while frame is not None and frame.f_code is not Engine.step.__code__:
-            frame = frame.f_back
-        if frame is not None:  # not where this test holds what a step returned
-            raise KeyboardInterrupt
-
     params, rng, interrupts = SamplingParams(max_new_tokens=12), np.random.default_rng(0), 0
-    wanted, before = serve(engine, PROMPT, max_new_tokens=12), signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(30):
-            name, found = engine.add_request(PROMPT, params), {}
-            while engine.busy:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 2e-2)) if not interrupts % 3 else 0)
+    wanted = serve(engine, PROMPT, max_new_tokens=12)
+    for _ in range(30):
+        name, found = engine.add_request(PROMPT, params), {}
+        while engine.busy:
+            try:
+                with soak.timer(KeyboardInterrupt(), float(rng.uniform(1e-4, 2e-2)) if rng.random() < 1 / 3 else 0):
                     outputs = engine.step()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except KeyboardInterrupt:
-                    interrupts += 1
-                    continue
-                collect(outputs, found)
+            except KeyboardInterrupt:
                 interrupts += 1
-            assert found[name] == (wanted, "length")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+            else:
+                collect(outputs, found)
+        assert found[name] == (wanted, "length")
+    assert interrupts > 0

@@ -292,3 +292,22 @@ def equations(jaxpr):
         yield equation
         for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
+
+
+def test_pools_and_metadata_are_under_the_name_of_their_group(v3, unchecked):
+    """Else one error, before anything is computed, and not one of whatever is done with them first."""
+    pools, table = poisoned_pools(v3, 1)
+    one = jnp.ones(1, jnp.int32)
+    metadata = build.for_extend(table, one, one, max_q_len=1, num_rows=1, page_size=PAGE)
+    for given, by_group, message in (
+        (pools[GROUP], {GROUP: metadata}, "pools is a LatentPool, must be a dict with 'full', a value for each cache"),
+        (pools, metadata, "metadata is a AttentionMetadata, must be a dict with 'full'"),
+        ({}, {GROUP: metadata}, r"pools has the cache groups \[\], must be a dict with 'full'"),
+        (pools, {"window": metadata}, r"metadata has the cache groups \['window'\], must be a dict with 'full'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            v3(one, given, by_group, mode="extend")
+        with pytest.raises(ValueError, match=message):
+            v3.draft(jnp.zeros((1, 1)), one, given, by_group, mode="extend")
+    with pytest.raises(ValueError, match=r"num_pages has the cache groups \['other'\], must be a dict with 'full'"):
+        v3.create_pools(num_pages={"other": 3}, page_size=PAGE)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from checkpoints import V2, V3, quantise, read_checkpoint, write_checkpoint
-from mla_attn.models import CheckpointError, load_checkpoint
+from mla_attn.models import CheckpointError, load_checkpoint, open_checkpoint
 from mla_attn.models.loading import read_config
 from mla_attn.models.safetensors import Stored
 
@@ -87,6 +87,15 @@ def test_dtypes_of_parameters():
     assert {leaf.dtype.name for leaf in leaves(load_checkpoint(V2, dtype=jnp.float32)).values()} == {"float32"}
     with pytest.raises(ValueError, match="dtype=float16 must be one of bfloat16, float32"):
         load_checkpoint(V3, dtype=jnp.float16)
+
+
+def test_the_checkpoints_own_dtype(tmp_path, v3):
+    """That of its embedding, unless it is one that models do not have."""
+    config, tensors = v3
+    for stored, wanted in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")):
+        name = "model.embed_tokens.weight"
+        changed = {**tensors, name: tensors[name].astype(stored)}
+        assert open_checkpoint(write_checkpoint(tmp_path / stored, config, changed)).model.dtype == wanted
 
 
 def test_shards_hold_the_same_model(tmp_path, v3, loaded):
