@@ -1,4 +1,4 @@
-"""Who owns which page: the host-side allocator behind a paged pool.
+"""The page allocator: host-side bookkeeping of which request has which pages of a paged pool.
 
 Pure bookkeeping in NumPy: it never touches the device. A request owns room for its first ``length`` tokens; token t
 lives in row ``t % page_size`` of page ``table[t // page_size]``. Rows are written only as a request moves on, at
@@ -195,7 +195,7 @@ class PageAllocator:
 
     @property
     def holders(self) -> Int32[np.ndarray, "N"]:
-        """How many hold each page, now and later: a view that cannot be written."""
+        """Number of holders of each page: a read-only view, which follows later changes."""
         view = self._holders.view()
         view.flags.writeable = False
         return view

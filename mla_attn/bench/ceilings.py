@@ -1,4 +1,4 @@
-"""What the machine can do, measured in every run by one fixed routine: no figure is quoted against a datasheet."""
+"""The ceilings of a machine, measured in every run by one fixed routine: no figure is compared with a datasheet."""
 
 import dataclasses
 import statistics

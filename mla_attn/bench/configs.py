@@ -1,4 +1,4 @@
-"""What the ``config.json`` of a real model says, for models of random weights and its sizes."""
+"""Settings of real models, as their ``config.json`` has them, for random weights of their sizes."""
 
 _YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 _COMMON = {

@@ -123,7 +123,7 @@ def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Occupancy:
-    """What a GPU did while a profile was taken; seconds.
+    """How busy a GPU was while a profile was taken; seconds.
 
     Attributes:
         span: from the begin of the first kernel to the end of the last.

@@ -1,4 +1,4 @@
-"""One builder per serving mode.
+"""The builders of metadata, one for each serving mode.
 
 Every system has its own meaning of ``seq_lens`` in each mode; here the meaning is settled once, by the builder, and the
 ops see only ``kv_lens``: the keys up to the request's last query token, the tokens of this call included. Each
@@ -41,7 +41,7 @@ def for_decode(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """One new token per request.
+    """Metadata of a decode call: one new token per request.
 
     Args:
         page_table: page ids of each request.
@@ -80,7 +80,7 @@ def for_target_verify(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """The anchor token and its drafts, judged by the target model.
+    """Metadata of a verify call: the anchor token and its drafts, judged by the target model.
 
     Args:
         page_table: page ids of each request.
@@ -128,7 +128,7 @@ def for_draft_extend(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """The accepted tokens of a verify step, run through the draft model.
+    """Metadata of a draft-extend call: the accepted tokens of a verify step, run through the draft model.
 
     Args:
         page_table: page ids of each request.
@@ -157,7 +157,7 @@ def for_draft_decode(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """Step ``step`` (0, 1, ...) of drafting: one token after the other, or one level of a draft tree.
+    """Metadata of step ``step`` (0, 1, ...) of drafting: one more token of a chain, or one level of a draft tree.
 
     Args:
         page_table: page ids of each request.
@@ -198,7 +198,7 @@ def for_extend(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """A prefill chunk of each prompt, on top of what is cached; a whole prompt is a chunk on top of nothing.
+    """Metadata of an extend call: a prefill chunk of each prompt, on top of what is cached, which may be nothing.
 
     Args:
         page_table: page ids of each request.
@@ -226,7 +226,7 @@ def for_mixed(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
 ) -> AttentionMetadata:
-    """Decoding and extending requests in one packed call, in any order.
+    """Metadata of a mixed call: decoding and extending requests packed in any order.
 
     Args:
         page_table: page ids of each request.

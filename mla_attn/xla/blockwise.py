@@ -202,7 +202,7 @@ def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n
 
 
 def _update(state, q, k, v, visible, rules: Rules):
-    """One online-softmax step: running maximum, sum and output of each lane's tile, taken over one more block."""
+    """Takes one online-softmax step: running maximum, sum and output of each lane's tile over one more block."""
     m, l, acc = state
     precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
     scores = rules.scale * jnp.einsum(

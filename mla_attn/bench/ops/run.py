@@ -54,7 +54,7 @@ class Result:
 
     @property
     def seconds(self) -> float | None:
-        """What rates are computed from: kernel time where it is known, else wall time."""
+        """Seconds that rates are computed from: kernel time where it is known, else wall time."""
         microseconds = self.wall_us if self.kernel_us is None else self.kernel_us
         return None if microseconds is None else microseconds * 1e-6
 

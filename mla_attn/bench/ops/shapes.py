@@ -48,7 +48,7 @@ has the least width that holds the longest request, or WIDTH pages if that is mo
 
 @runtime_checkable
 class Channels(Protocol):
-    """Of an ``MLASpec``, which needs JAX."""
+    """The channels of an ``MLASpec``, without importing JAX."""
 
     @property
     def latent_dim(self) -> int: ...

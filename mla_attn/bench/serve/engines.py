@@ -53,7 +53,7 @@ class SimulatedEngine(Engine):
     passes_class = _SimulatedPasses
 
     def simulate(self, acceptance: float) -> None:
-        """From now on, drafts are right with this probability; programs stay as they are."""
+        """Sets the probability that a draft is accepted; nothing is compiled again."""
         assert isinstance(self._passes, _SimulatedPasses)
         self._passes.simulate(acceptance)
 
