@@ -96,14 +96,15 @@ def test_arrays_on_the_device_and_other_integers():
         ({"rows": np.ones(2, np.int32)}, "must fit one of"),
         ({"more": np.ones(2, np.int32)}, "inputs of 'echo' have structure .*'more'.*, must be"),
         ({"lens": None}, "inputs of 'echo' have structure"),
-        ({"lens": jnp.ones(1, jnp.int32)}, r"'echo' is a device array int32\[1\], must be int32\[2\]"),
-        ({"lens": jnp.ones(2)}, r"'echo' is a device array float32\[2\], must be int32\[2\]"),
+        ({"lens": lambda: jnp.ones(1, jnp.int32)}, r"'echo' is a device array int32\[1\], must be int32\[2\]"),
+        ({"lens": lambda: jnp.ones(2)}, r"'echo' is a device array float32\[2\], must be int32\[2\]"),
         ({"lens": np.ones(2)}, "an input of 'echo' has dtype float64, must be int32"),
     ],
 )
 def test_refused_inputs_leave_the_pool_alone(changes, message):
     state, pool = state_and_pool()
     echo = make_buckets()
+    changes = {name: value() if callable(value) else value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):
         echo(state, pool, {**inputs(2, 3), **changes})
     assert not pool.is_deleted()

@@ -66,6 +66,20 @@ def read_prompts(file):
     return generate.read_prompts(options, load_tokenizer(V3))
 
 
+def test_prompts_from_stdin(tmp_path):
+    """Of a process's own, which stays open."""
+    (tmp_path / "in").write_text("hi\n1,2\n")
+    kept, given = os.dup(0), os.open(tmp_path / "in", os.O_RDONLY)
+    try:
+        os.dup2(given, 0)
+        assert read_prompts("-") == [list(b"hi"), [1, 2]]
+        os.fstat(0)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+        os.close(given)
+
+
 def test_a_number_alone_is_text_in_a_file_of_prompts(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("42\n42,\n 1, 2\n1,\n,\n")

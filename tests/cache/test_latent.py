@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import made, zeros
 from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
 
 LAYERS, PAGES, PAGE, RANK, ROPE = 3, 4, 4, 5, 2
@@ -125,8 +126,9 @@ def test_layers_that_do_not_exist(layer):
     same_bits(write(pool, *rows, slots, layer), pool.data)
 
 
-@pytest.mark.parametrize("layer", [np.int64(LAYERS), np.array(LAYERS), jnp.int32(LAYERS), jnp.uint8(LAYERS)])
-def test_layers_are_checked_where_their_values_are_known(unchecked, layer):
+@pytest.mark.parametrize("kind", [np.int64, np.array, jnp.int32, jnp.uint8])
+def test_layers_are_checked_where_their_values_are_known(unchecked, kind):
+    layer = kind(LAYERS)
     pool, rows, slots = make_pool(6), new_rows(6, 2), jnp.asarray([3, 12])
     with pytest.raises(ValueError, match=f"layer={LAYERS} must be an integer from 0 to {LAYERS - 1}"):
         write_latent(pool, *rows, slots, layer=layer)
@@ -301,9 +303,9 @@ def test_wide_rows_are_written_in_place(width, rope_offset):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"array": jnp.zeros((PAGES, 12))}, r"array has shape \(4, 12\), must be \[N, P, row_width\]"),
+        ({"array": zeros(PAGES, 12)}, r"array has shape \(4, 12\), must be \[N, P, row_width\]"),
         (
-            {"array": jnp.zeros((PAGES, PAGE, 12), jnp.float8_e4m3fn)},
+            {"array": zeros(PAGES, PAGE, 12, dtype=jnp.float8_e4m3fn)},
             "data.dtype=float8_e4m3fn must be one of",
         ),
         ({"array": [[[1.0]]]}, "array is a list, must be an array"),
@@ -316,7 +318,7 @@ def test_wide_rows_are_written_in_place(width, rope_offset):
     ],
 )
 def test_errors_of_arrays_of_others(unchecked, change, message):
-    call = {"array": jnp.zeros((PAGES, PAGE, 12)), "kv_lora_rank": RANK, "rope_dim": ROPE, **change}
+    call = made({"array": zeros(PAGES, PAGE, 12), "kv_lora_rank": RANK, "rope_dim": ROPE, **change})
     with pytest.raises(ValueError, match=message):
         LatentPool.of(call.pop("array"), **call)
 
@@ -343,26 +345,26 @@ def test_pools_of_other_dtypes_are_refused(unchecked, dtype):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"latent": jnp.zeros((2, 6))}, r"latent has shape \(2, 6\), must be \(2, 5\)"),
-        ({"latent": jnp.zeros((3, 5))}, r"latent has shape \(3, 5\), must be \(2, 5\)"),
-        ({"rope": jnp.zeros((2, 3))}, r"rope has shape \(2, 3\), must be \(2, 2\)"),
-        ({"slots": jnp.zeros(3, int)}, r"latent has shape \(2, 5\), must be \(3, 5\)"),
-        ({"slots": jnp.zeros((2, 1), int)}, r"slots has shape \(2, 1\), must be \[T\]"),
-        ({"slots": jnp.zeros(2)}, "slots has dtype float32, must be an integer dtype"),
-        ({"latent": jnp.zeros((2, 5), int)}, "latent has dtype int32, must be a floating dtype"),
+        ({"latent": zeros(2, 6)}, r"latent has shape \(2, 6\), must be \(2, 5\)"),
+        ({"latent": zeros(3, 5)}, r"latent has shape \(3, 5\), must be \(2, 5\)"),
+        ({"rope": zeros(2, 3)}, r"rope has shape \(2, 3\), must be \(2, 2\)"),
+        ({"slots": zeros(3, dtype=int)}, r"latent has shape \(2, 5\), must be \(3, 5\)"),
+        ({"slots": zeros(2, 1, dtype=int)}, r"slots has shape \(2, 1\), must be \[T\]"),
+        ({"slots": zeros(2)}, "slots has dtype float32, must be an integer dtype"),
+        ({"latent": zeros(2, 5, dtype=int)}, "latent has dtype int32, must be a floating dtype"),
         (
-            {"latent": jnp.zeros((2, 5), jnp.float8_e5m2)},
+            {"latent": zeros(2, 5, dtype=jnp.float8_e5m2)},
             "latent has dtype float8_e5m2, must be a floating",
         ),
         ({"latent": [[0.0] * 5] * 2}, "latent is a list, must be an array"),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
         ({"layer": True}, "layer=True must be an integer"),
-        ({"layer": jnp.zeros(1, int)}, r"layer is int32\[1\], must be one integer"),
+        ({"layer": zeros(1, dtype=int)}, r"layer is int32\[1\], must be one integer"),
     ],
 )
 def test_errors(unchecked, change, message):
     latent, rope = new_rows(14, 2)
-    call = {"latent": latent, "rope": rope, "slots": jnp.asarray([1, 2]), **change}
+    call = {"latent": latent, "rope": rope, "slots": jnp.asarray([1, 2]), **made(change)}
     with pytest.raises(ValueError, match=message):
         write_latent(make_pool(14), **call)
 

@@ -34,8 +34,9 @@ def test_one_leaf_and_static_facts():
     assert tree != jax.tree.structure(LatentPool.create(**{**SIZES, "num_layers": 4}, spec=SPEC))
 
 
-@pytest.mark.parametrize("layer", [2, jnp.int32(2)])
-def test_placement(layer):
+@pytest.mark.parametrize("kind", [int, jnp.int32])
+def test_placement(kind):
+    layer = kind(2)
     pool = LatentPool.create(**SIZES, spec=SPEC)
     assert pool.placement.physical_pages(jnp.asarray([0, 3]), layer).tolist() == [8, 11]
     shared = LatentPool(jnp.zeros((30, 8, 7)), 3, 4, 5, 6, 2)

@@ -1,6 +1,7 @@
 """Poisoned paged batches, and the comparison that all attention tests use."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -247,3 +248,17 @@ def _require(values, bounds, what):
             f"{what} is {values[t, h]:.3g} at row {t}, head {h}, must be at most {bounds[t, h]:.3g} "
             f"({wrong.sum()} of {wrong.size} rows and heads)"
         )
+
+
+def zeros(*shape, dtype=jnp.float32):
+    """Zeros for a case of ``parametrize``, which ``made`` makes: a test file that is read should start no backend."""
+    return functools.partial(jnp.zeros, shape, dtype)
+
+
+def made(value):
+    """A value, or a dict or list of them, with the arrays of ``zeros`` made."""
+    if isinstance(value, dict):
+        return {name: made(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [made(each) for each in value]
+    return value() if isinstance(value, functools.partial) else value

@@ -87,14 +87,17 @@ def ints(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-TABLE = ints([4, 1, 3, 0, 2])
+def table():
+    return ints([4, 1, 3, 0, 2])
+
+
 REST = {"max_q_len": 20 - CUT, "page_size": PAGE}
 
 
 @pytest.fixture(scope="module")
 def prefilled(model, expected):
     """The first ``CUT`` tokens in the cache, their logits checked."""
-    metadata = build.for_extend(TABLE, ints(CUT), ints(CUT), max_q_len=CUT, page_size=PAGE)
+    metadata = build.for_extend(table(), ints(CUT), ints(CUT), max_q_len=CUT, page_size=PAGE)
     pools = model.create_pools(num_pages=5, page_size=PAGE)
     logits, pools = forward(model, expected["tokens"][:CUT], pools, metadata, mode="prefill")
     np.testing.assert_allclose(logits, expected["logits"][:CUT], rtol=0, atol=1e-4)
@@ -104,10 +107,14 @@ def prefilled(model, expected):
 @pytest.mark.parametrize(
     ("mode", "form", "metadata"),
     [
-        ("extend", "expanded", lambda: build.for_extend(TABLE, ints(20), ints(20 - CUT), **REST)),
-        ("extend", "absorbed", lambda: build.for_extend(TABLE, ints(20), ints(20 - CUT), **REST)),
-        ("draft_extend", None, lambda: build.for_draft_extend(TABLE, ints(20), ints(20 - CUT), **REST)),
-        ("target_verify", None, lambda: build.for_target_verify(TABLE, ints(CUT), num_tokens=20 - CUT, page_size=PAGE)),
+        ("extend", "expanded", lambda: build.for_extend(table(), ints(20), ints(20 - CUT), **REST)),
+        ("extend", "absorbed", lambda: build.for_extend(table(), ints(20), ints(20 - CUT), **REST)),
+        ("draft_extend", None, lambda: build.for_draft_extend(table(), ints(20), ints(20 - CUT), **REST)),
+        (
+            "target_verify",
+            None,
+            lambda: build.for_target_verify(table(), ints(CUT), num_tokens=20 - CUT, page_size=PAGE),
+        ),
     ],
 )
 def test_the_rest_in_one_call(model, expected, prefilled, mode, form, metadata):
@@ -118,8 +125,8 @@ def test_the_rest_in_one_call(model, expected, prefilled, mode, form, metadata):
 @pytest.mark.parametrize("mode", ["decode", "draft_decode"])
 def test_the_next_token(model, expected, prefilled, mode):
     if mode == "decode":
-        metadata = build.for_decode(TABLE, ints(CUT + 1), page_size=PAGE)
+        metadata = build.for_decode(table(), ints(CUT + 1), page_size=PAGE)
     else:
-        metadata = build.for_draft_decode(TABLE, ints(CUT), 0, page_size=PAGE)
+        metadata = build.for_draft_decode(table(), ints(CUT), 0, page_size=PAGE)
     logits, _ = forward(model, expected["tokens"][CUT : CUT + 1], prefilled, metadata, mode=mode)
     np.testing.assert_allclose(logits, expected["logits"][CUT : CUT + 1], rtol=0, atol=1e-4)

@@ -11,6 +11,7 @@ import pytest
 
 import helpers
 import oracle
+from helpers import made, zeros
 from mla_attn.ops import merge_states
 
 ROWS, HEADS, DIM = 4, 3, 8
@@ -183,26 +184,26 @@ def test_extreme_sinks(sink):
     [
         ({"outs": []}, "outs has 0 partials and lses 2: must be equal and at least 1"),
         ({"outs": [], "lses": []}, "outs has 0 partials and lses 0"),
-        ({"lses": [jnp.zeros((4, 3))]}, "outs has 2 partials and lses 1"),
+        ({"lses": [zeros(4, 3)]}, "outs has 2 partials and lses 1"),
         (
-            {"outs": [jnp.zeros((4, 3, 8)), jnp.zeros((4, 3, 9))]},
+            {"outs": [zeros(4, 3, 8), zeros(4, 3, 9)]},
             r"outs\[1\] has shape \(4, 3, 9\), must be \(4, 3, 8\)",
         ),
-        ({"lses": [jnp.zeros((4, 3)), jnp.zeros((3, 4))]}, r"lses\[1\] has shape \(3, 4\), must be \(4, 3\)"),
-        ({"outs": [jnp.zeros((4, 3, 8)), jnp.zeros((4, 3, 8), int)]}, r"outs\[1\] has dtype int32, must be a floating"),
-        ({"lses": [jnp.zeros((4, 3), int), jnp.zeros((4, 3))]}, r"lses\[0\] has dtype int32, must be a floating"),
-        ({"sinks": jnp.zeros(4)}, r"sinks has shape \(4,\), must be \(3,\)"),
+        ({"lses": [zeros(4, 3), zeros(3, 4)]}, r"lses\[1\] has shape \(3, 4\), must be \(4, 3\)"),
+        ({"outs": [zeros(4, 3, 8), zeros(4, 3, 8, dtype=int)]}, r"outs\[1\] has dtype int32, must be a floating"),
+        ({"lses": [zeros(4, 3, dtype=int), zeros(4, 3)]}, r"lses\[0\] has dtype int32, must be a floating"),
+        ({"sinks": zeros(4)}, r"sinks has shape \(4,\), must be \(3,\)"),
         (
-            {"outs": [jnp.zeros((4, 3, 8), jnp.float8_e4m3fn)] * 2},
+            {"outs": [zeros(4, 3, 8, dtype=jnp.float8_e4m3fn)] * 2},
             r"outs\[0\] has dtype float8_e4m3fn, must be a floating dtype of at least 16 bits",
         ),
-        ({"lses": [jnp.zeros((4, 3)), jnp.zeros((4, 3), jnp.float8_e5m2)]}, r"lses\[1\] has dtype float8_e5m2"),
-        ({"sinks": jnp.zeros(3, jnp.float8_e4m3)}, "sinks has dtype float8_e4m3, must be a floating"),
+        ({"lses": [zeros(4, 3), zeros(4, 3, dtype=jnp.float8_e5m2)]}, r"lses\[1\] has dtype float8_e5m2"),
+        ({"sinks": zeros(3, dtype=jnp.float8_e4m3)}, "sinks has dtype float8_e4m3, must be a floating"),
         ({"out_dtype": jnp.float8_e4m3fn}, "out_dtype=float8_e4m3fn must be a floating dtype"),
-        ({"sinks": jnp.zeros(3, int)}, "sinks has dtype int32, must be a floating"),
+        ({"sinks": zeros(3, dtype=int)}, "sinks has dtype int32, must be a floating"),
     ],
 )
 def test_errors(unchecked, change, message):
-    call = {"outs": [jnp.zeros((4, 3, 8))] * 2, "lses": [jnp.zeros((4, 3))] * 2, **change}
+    call = made({"outs": [zeros(4, 3, 8)] * 2, "lses": [zeros(4, 3)] * 2, **change})
     with pytest.raises(ValueError, match=message):
         merge_states(**call)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import helpers
+from helpers import made, zeros
 from mla_attn.cache import LatentPool
 from mla_attn.ops import mla, mla_attention
 from ops import contract
@@ -62,18 +63,14 @@ def call(unchecked):
         arguments = {
             "q_latent": batch.q_latent,
             "q_rope": batch.q_rope,
-            "pool": dataclasses.replace(batch.pool, **(pool or {})),
-            "metadata": dataclasses.replace(batch.metadata, **(metadata or {})),
+            "pool": dataclasses.replace(batch.pool, **made(pool or {})),
+            "metadata": dataclasses.replace(batch.metadata, **made(metadata or {})),
             "spec": dataclasses.replace(batch.spec, **(spec or {})),
-            **changes,
+            **made(changes),
         }
         return jax.eval_shape(functools.partial(mla_attention, **arguments))
 
     return run
-
-
-def zeros(*shape, dtype=jnp.float32):
-    return jnp.zeros(shape, dtype)
 
 
 def test_the_call_without_changes_is_right(call):
@@ -95,7 +92,7 @@ def test_the_call_without_changes_is_right(call):
         ({"layer": -1}, "layer=-1 must be an integer from 0 to 1"),
         ({"layer": np.int32(2)}, "layer=2 must be an integer from 0 to 1"),
         (
-            {"pool": {"data": jnp.zeros((99, 4, 48), jnp.float8_e4m3fn)}},
+            {"pool": {"data": zeros(99, 4, 48, dtype=jnp.float8_e4m3fn)}},
             "pool.data.dtype=float8_e4m3fn must be one of bfloat16, float32",
         ),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
@@ -103,7 +100,7 @@ def test_the_call_without_changes_is_right(call):
         ({"layer": zeros()}, r"layer is float32\[\], must be one integer"),
         ({"causal": False, "spec": {"window": 3}}, "causal=False with window=3"),
         ({"causal": "False"}, "causal='False' must be True or False"),
-        ({"causal": jnp.bool_(True)}, r"causal=Array\(True.* must be True or False"),
+        ({"causal": functools.partial(jnp.bool_, True)}, r"causal=Array\(True.* must be True or False"),
         ({"batch_invariant": [True]}, r"batch_invariant=\[True\] must be True or False"),
         ({"return_lse": 1}, "return_lse=1 must be True or False"),
         ({"out_dtype": jnp.int8}, "out_dtype=int8 must be a floating dtype"),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import made, zeros
 from mla_attn.metadata import RaggedMetadata
 from mla_attn.ops import ragged, ragged_attention
 from ops.lanes import shrink
@@ -44,15 +45,11 @@ def call(unchecked):
     batch = ragged_batch(0, kv_lens=[5, 9], q_lens=[1, 2])
 
     def run(*, metadata=None, **changes):
-        metadata = RaggedMetadata(**{**batch.places, "max_q_len": 6, "max_kv_len": 40, **(metadata or {})})
-        arguments = {"q": batch.q, "k": batch.k, "v": batch.v, "metadata": metadata, "scale": 0.2, **changes}
+        metadata = RaggedMetadata(**{**batch.places, "max_q_len": 6, "max_kv_len": 40, **made(metadata or {})})
+        arguments = {"q": batch.q, "k": batch.k, "v": batch.v, "metadata": metadata, "scale": 0.2, **made(changes)}
         return jax.eval_shape(functools.partial(ragged_attention, **arguments))
 
     return run
-
-
-def zeros(*shape, dtype=jnp.float32):
-    return jnp.zeros(shape, dtype)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
