@@ -147,6 +147,11 @@ MUTANTS = (
     Mutant("booleans taken for sizes", "mla_attn/models/settings.py", "isinstance(value, int) and not isinstance(value, bool)", "isinstance(value, int)", "tests/models/test_config.py::test_what_is_not_supported_is_refused"),
     Mutant("streams without an end", "mla_attn/models/tokenizer.py", "text, self._shown = self._new_text(), len(self._seen)", 'text = ""', "tests/models/test_tokenizer.py::test_a_stream_ends_with_what_waits"),
     Mutant("a begin token before one that is there", "mla_attn/models/tokenizer.py", "return own if not self.wanted or begins[1] else", "return own if not self.wanted else", "tests/models/test_tokenizer.py::test_the_begin_token_comes_once"),
+    Mutant("rotary buffers taken for a draft layer", "mla_attn/models/loading.py", "name.startswith(prefix) and not _is_passed_over(name, stored)", "name.startswith(prefix)", "tests/models/test_loading.py::test_rotary_buffers_alone_are_no_draft_layer"),
+    Mutant("settings refused without their file", "mla_attn/models/loading.py", 'raise CheckpointError(f"{file}: {error}") from error', "raise", "tests/models/test_loading.py::test_an_unsupported_config_is_a_checkpoint_error"),
+    Mutant("a file blamed for its caller's ids", "mla_attn/models/tokenizer.py", "tokens = _check_ids(tokens)\n        return _guarded", "return _guarded", "tests/models/test_tokenizer.py::test_wrong_arguments_of_a_file"),
+    Mutant("an option's value taken from nothing", "mla_attn/cli/options.py", "if value == []:", "if value == [0]:", "tests/test_cli_arguments.py::test_every_option_with_every_nasty_value"),
+    Mutant("Ctrl-C waits for the compiler", "mla_attn/cli/process.py", "signal.signal(signal.SIGINT, signal.SIG_DFL)", "pass", "tests/test_cli_arguments.py::test_an_interrupt_ends_it_at_once_and_without_a_word"),
     Mutant("half-split pairs turned as interleaved ones", "mla_attn/models/deepseek.py", "config.qk_nope_head_dim, config.rope_interleave", "config.qk_nope_head_dim, True", "tests/models/test_variants.py"),
     Mutant("queries not scaled by position", "mla_attn/models/deepseek.py", '"query_scaling": self.query_scaling,', '"query_scaling": None,', "tests/models/test_variants.py"),
     Mutant("negative zero below zero", "mla_attn/sampling.py", "jnp.where(x == 0, 0.0, x)", "x", SAMPLING + "test_zeros_of_either_sign_are_equal"),
@@ -180,9 +185,10 @@ def copy_tree(target: pathlib.Path) -> None:
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
-            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("*.safetensors"))
+            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("fixtures"))
         else:
             shutil.copy2(source, target / part)
+    (target / "tests" / "fixtures").symlink_to(ROOT / "tests" / "fixtures")  # read alone, and large
 
 
 def run_tests(tree: pathlib.Path, tests: list[str]) -> tuple[int, str]:
