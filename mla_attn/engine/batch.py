@@ -48,6 +48,8 @@ def generate(
     progress: bool,
 ) -> list[Result]:
     """As ``Engine.generate``."""
+    with engine._lock:
+        engine._refuse_in_callback("generate")
     if isinstance(prompts, str):
         raise ValueError(f"prompts={shown(prompts)} must be a sequence of prompts: [{shown(prompts)}]")
     each = params if isinstance(params, Sequence) else [params] * len(prompts)

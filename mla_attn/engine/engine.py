@@ -257,6 +257,7 @@ class Engine:
 
         Raises:
             ValueError: as ``add_request``, for any of them, before anything is served.
+            RuntimeError: called from a callback of a step.
             EngineDead, KeyboardInterrupt: as ``step``.
         """
         return batch.generate(self, prompts, params, progress)

@@ -30,13 +30,9 @@ _MEANT = {
 }
 
 
-def with_hints[**P, R](function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
-    """``function``, whose TypeError for an argument that it does not have names the one that was meant.
-
-    Args:
-        function: any.
-        name: for the message, if not its own.
-    """
+def with_hints[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose TypeError for an argument that it does not have names the one that was meant."""
+    name = function.__qualname__.removesuffix(".__init__")
     known = [argument for argument in inspect.signature(function).parameters if argument != "self"]
 
     @functools.wraps(function)
@@ -45,7 +41,7 @@ def with_hints[**P, R](function: Callable[P, R], name: str | None = None) -> Cal
             meant = _MEANT.get(wrong)
             likely = [meant] if meant in known else difflib.get_close_matches(wrong, known, 1)
             hint = f": it is {likely[0]} here" if likely else f", must be one of {', '.join(known)}"
-            raise TypeError(f"{name or function.__name__}() has no argument {wrong!r}{hint}")
+            raise TypeError(f"{name}() has no argument {wrong!r}{hint}")
         return function(*arguments, **options)
 
     return call

@@ -107,7 +107,7 @@ class SamplingParams:
         return dataclasses.replace(self, seed=secrets.randbits(32))
 
 
-SamplingParams.__init__ = with_hints(SamplingParams.__init__, "SamplingParams")  # which dataclass has made
+SamplingParams.__init__ = with_hints(SamplingParams.__init__)  # which dataclass has made
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,6 +85,12 @@ def test_a_fault_ends_no_batch(engine, monkeypatch, caplog):
     list(engine.run())
 
 
+def test_from_a_callback_it_is_refused(engine, caplog):
+    caplog.set_level(logging.CRITICAL)
+    engine.add_request([1], SHORT, on_output=lambda _: engine.generate([[1]], SHORT, progress=False))
+    assert "generate() was called from a callback" in str(list(engine.run())[-1].error)
+
+
 @pytest.mark.slow
 def test_text_in_text_out():
     """From a checkpoint folder, in three lines; what is streamed is token ids all the same."""

@@ -127,7 +127,10 @@ def test_parameters_as_a_dict(engine, unchecked):
         (lambda: SamplingParams(stop_tokens=(3,)), "'stop_tokens': it is stop_token_ids here"),
         (lambda: SamplingParams(temprature=1.0), "'temprature': it is temperature here"),
         (lambda: SamplingParams(n=2), "has no argument 'n', must be one of max_new_tokens, stop_token_ids,"),
-        (lambda: small_engine(gpu_memory_utilization=0.5), "'gpu_memory_utilization': it is memory_fraction here"),
+        (
+            lambda: small_engine(gpu_memory_utilization=0.5),
+            r"Engine\(\) has no argument 'gpu_memory_utilization': it is memory_fraction here",
+        ),
         (lambda: small_engine(max_model_len=5), "'max_model_len': it is max_len here"),
         (lambda: generate(small_model(), [[1]], max_tokens=3), r"generate\(\) has no .* it is max_new_tokens here"),
     ],
