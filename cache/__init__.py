@@ -1,9 +1,21 @@
-"""State: what is stored and how (``latent``, ``formats``), where it lies (``placement``), who owns which page
+"""State: what is stored and how (``latent``, ``kv``, ``formats``), where it lies (``placement``), who owns which page
 (``allocator``), and what is found again (``prefix``)."""
 
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
+from mla_attn.cache.kv import KVPool, read_kv, write_kv
 from mla_attn.cache.latent import LatentPool, read_latent, write_latent
 from mla_attn.cache.placement import move_rows
 from mla_attn.cache.prefix import PrefixCache
 
-__all__ = ["LatentPool", "OutOfPages", "PageAllocator", "PrefixCache", "move_rows", "read_latent", "write_latent"]
+__all__ = [
+    "KVPool",
+    "LatentPool",
+    "OutOfPages",
+    "PageAllocator",
+    "PrefixCache",
+    "move_rows",
+    "read_kv",
+    "read_latent",
+    "write_kv",
+    "write_latent",
+]

@@ -1,9 +1,10 @@
 """Row formats: how the channels of a token are stored.
 
-Three things are kept apart. What is *stored*: elements of ``storage_dtype``, of which a row's latent part and rope part
-take ``widths`` each, whatever the number of channels. What is *computed with*: ``decode`` gives channels in ``dtype``.
-What an implementation is *asked about*: the format itself, by ``name``. A format that packs more than one element a
-channel, or fewer, or scales beside them, is another subclass here; pools, ops and implementations need not know of it.
+A row has two parts: latent and rope, or keys and values. Three things are kept apart. What is *stored*: elements of
+``storage_dtype``, of which the parts take ``widths`` each, whatever the number of channels. What is *computed with*:
+``decode`` gives channels in ``dtype``. What an implementation is *asked about*: the format itself, by ``name``. A
+format that packs more than one element a channel, or fewer, or scales beside them, is another subclass here; pools, ops
+and implementations need not know of it.
 """
 
 import dataclasses
@@ -33,28 +34,31 @@ class RowFormat:
         """Dtype of the pool's array."""
         return self.dtype
 
-    def widths(self, kv_lora_rank: int, rope_dim: int) -> tuple[int, int]:
-        """Stored elements of a row's latent part and of its rope part."""
-        return kv_lora_rank, rope_dim
+    def widths(self, first: int, second: int) -> tuple[int, int]:
+        """Stored elements of parts of so many channels."""
+        return first, second
 
-    def row_bytes(self, kv_lora_rank: int, rope_dim: int) -> int:
+    def row_bytes(self, first: int, second: int) -> int:
         """Bytes of both parts."""
-        return sum(self.widths(kv_lora_rank, rope_dim)) * self.storage_dtype.itemsize
+        return sum(self.widths(first, second)) * self.storage_dtype.itemsize
 
     def encode(
-        self, latent: Float[Array, "*rows R"], rope: Float[Array, "*rows E"]
-    ) -> tuple[Shaped[Array, "*rows latent_width"], Shaped[Array, "*rows rope_width"]]:
-        """Channels of any floating dtype as they are stored, rounded to nearest."""
-        return latent.astype(self.storage_dtype), rope.astype(self.storage_dtype)
+        self, first: Float[Array, "*rows A"], second: Float[Array, "*rows B"]
+    ) -> tuple[Shaped[Array, "*rows a"], Shaped[Array, "*rows b"]]:
+        """Channels of any floating dtype as they are stored, rounded to nearest; in float16 above 65504 infinite."""
+        return first.astype(self.storage_dtype), second.astype(self.storage_dtype)
 
     def decode(
-        self, latent: Shaped[Array, "*rows latent_width"], rope: Shaped[Array, "*rows rope_width"]
-    ) -> tuple[Float[Array, "*rows R"], Float[Array, "*rows E"]]:
+        self, first: Shaped[Array, "*rows a"], second: Shaped[Array, "*rows b"]
+    ) -> tuple[Float[Array, "*rows A"], Float[Array, "*rows B"]]:
         """Channels in ``dtype`` of what is stored."""
-        return latent, rope
+        return first, second
 
 
-FORMATS = {format.name: format for format in map(RowFormat, (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)))}
+FORMATS = {
+    format.name: format
+    for format in map(RowFormat, (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)))
+}
 
 
 def format_of(name: str, dtype: np.dtype) -> RowFormat:

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from mla_attn.cache.formats import RowFormat, format_of
-from mla_attn.cache.placement import PagedPool, Placement
-from mla_attn.checks import INT32_MAX, as_int32, check_array, check_dtype, check_integer, check_shape, check_type
+from mla_attn.cache.placement import PagedPool, Placement, check_slots
+from mla_attn.checks import check_array, check_dtype, check_integer, check_shape, check_type
 from mla_attn.specs import MLASpec
 
 _DERIVED: Any = None  # by LatentPool, from its other fields
@@ -71,8 +71,8 @@ class LatentPool(PagedPool):
         """An all-zero pool of ``num_layers * num_pages`` pages of ``page_size`` tokens.
 
         Raises:
-            ValueError: a size below 1, a dtype other than bfloat16 or float32, or so many tokens a layer or pages in
-                all that ids no longer fit int32.
+            ValueError: a size below 1, a dtype other than bfloat16, float16 or float32, or so many tokens a layer or
+                pages in all that ids no longer fit int32.
         """
         row_format = format_of("dtype", check_dtype("dtype", dtype))
         placement = Placement(num_layers, num_pages, page_size, 1, num_pages)
@@ -95,7 +95,7 @@ class LatentPool(PagedPool):
         alone by writes and has no influence on reads, be it NaN. ``move_rows`` moves whole rows.
 
         Args:
-            array: bfloat16 or float32, [N, P, row_width]; the pool's ``data``.
+            array: bfloat16, float16 or float32, [N, P, row_width]; the pool's ``data``.
             kv_lora_rank: latent channels R, the first of a row.
             rope_dim: rope channels E; what a row has from ``rope_offset`` on if None.
             rope_offset: where in a row they begin, R or more; R if None.
@@ -167,6 +167,14 @@ class LatentPool(PagedPool):
                 f"for rope_dim={self.rope_dim} at rope_offset={self.rope_offset}"
             )
 
+    def check_spec(self, spec: MLASpec) -> None:
+        """ValueError unless rows are those of ``spec``."""
+        if (self.kv_lora_rank, self.latent_dim) != (spec.kv_lora_rank, spec.latent_dim):
+            raise ValueError(
+                f"pool stores {self.kv_lora_rank} latent + {self.rope_dim} rope channels per token, "
+                f"but spec has {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+            )
+
     def encode(self, latent: Float[Array, "T R"], rope: Float[Array, "T E"]) -> dict[int, Shaped[Array, "T width"]]:
         """What a write stores: by its first element of a row, each run of elements."""
         latent_part, rope_part = self.format.encode(latent, rope)
@@ -193,7 +201,8 @@ def write_latent(
 
     Args:
         pool: cache of rows; donate it at the outermost jit and the write is in place.
-        latent: compressed rows after their norm; converted to the pool's format.
+        latent: compressed rows after their norm; converted to the pool's format, where float16 makes numbers above
+            65504 infinite.
         rope: rope keys after rotation, shared by all heads.
         slots: ``page * P + offset`` within the layer, of any integer dtype; a slot outside ``[0, N * P)`` writes
             nothing. Slots inside it must differ from each other.
@@ -204,9 +213,7 @@ def write_latent(
             exist. (A traced layer outside ``[0, L)`` writes nothing.)
     """
     pool.check()
-    slots = as_int32("slots", slots)
-    if slots.ndim != 1:
-        raise ValueError(f"slots has shape {slots.shape}, must be [T]")
+    slots = check_slots(slots)
     for name, array, width in (("latent", latent, pool.kv_lora_rank), ("rope", rope, pool.rope_dim)):
         check_shape(name, array, (slots.shape[0], width), "rows of slots, width of the pool")
         check_type(name, array, jnp.floating)
@@ -240,14 +247,5 @@ def read_latent(
         ValueError: wrong shape, dtype, count or layer.
     """
     pool.check()
-    layer = pool.placement.check_layer(layer)
-    page_table, starts = as_int32("page_table", page_table), as_int32("starts", starts)
-    if page_table.ndim != 2 or page_table.shape[1] == 0:
-        raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W] with W at least 1")
-    if starts.shape != page_table.shape[:1]:
-        raise ValueError(f"starts has shape {starts.shape}, must be {page_table.shape[:1]}: [B] of page_table")
-    num_tokens = check_integer("num_tokens", num_tokens, 0, INT32_MAX)
-    starts = jnp.minimum(starts, INT32_MAX - num_tokens)  # past any table, but no sum may wrap into it
-    slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    rows = pool.decode(pool.data[pool.placement.locate_table_slots(page_table, slots, layer)])
+    rows = pool.decode(pool.data[pool.placement.locate_reads(page_table, starts, num_tokens, layer)])
     return rows[..., : pool.kv_lora_rank], rows[..., pool.kv_lora_rank :]

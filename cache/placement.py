@@ -2,8 +2,9 @@
 
 import abc
 import dataclasses
+import functools
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
@@ -13,7 +14,7 @@ from mla_attn.checks import INT32_MAX, as_int32, check_index, check_integer
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Layers, pages and strides of arrays ``[pages, P, ...]``, one row a token.
+    """Layers, pages and strides of arrays ``[pages, P, ...]``, or ``[pages, heads, P, ...]``, one row a token.
 
     A *slot* is ``page * P + offset`` within a layer, ``[0, N * P)``. Page p of layer l lies at
     ``p * page_stride + l * layer_stride`` of the first axis: its *physical* page.
@@ -86,23 +87,48 @@ class Placement:
         pages = jnp.clip(jnp.take_along_axis(page_table, column, axis=1), 0, self.num_pages - 1)
         return self.physical_pages(pages, layer), slots % self.page_size
 
+    def locate_reads(
+        self,
+        page_table: Int[Array, "B W"],
+        starts: Int[Array, "B"],
+        num_tokens: int,
+        layer: int | Int[Array, ""],
+    ) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
+        """Where to read table slots ``starts[b] : starts[b] + num_tokens``, of arguments of any integer dtype.
+
+        Raises:
+            ValueError: wrong shape, dtype, count or layer.
+        """
+        layer = self.check_layer(layer)
+        page_table, starts = as_int32("page_table", page_table), as_int32("starts", starts)
+        if page_table.ndim != 2 or page_table.shape[1] == 0:
+            raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W] with W at least 1")
+        if starts.shape != page_table.shape[:1]:
+            raise ValueError(f"starts has shape {starts.shape}, must be {page_table.shape[:1]}: [B] of page_table")
+        num_tokens = check_integer("num_tokens", num_tokens, 0, INT32_MAX)
+        starts = jnp.minimum(starts, INT32_MAX - num_tokens)  # past any table, but no sum may wrap into it
+        slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+        return self.locate_table_slots(page_table, slots, layer)
+
     def inside(self, slots: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Which slots exist."""
         return (slots >= 0) & (slots < self.num_slots)
 
     def scatter(
         self,
-        array: Shaped[Array, "pages P ..."],
+        array: Shaped[Array, "pages ..."],
         rows: Shaped[Array, "..."],
         slots: Int[Array, "..."],
         layer: int | Int[Array, "..."],
         *,
         first: int = 0,
-    ) -> Shaped[Array, "pages P ..."]:
+        head_axis: int | None = None,
+    ) -> Shaped[Array, "pages ..."]:
         """``array`` with ``rows`` at ``slots`` of ``layer``, in place under donation.
 
-        Rows narrower than the array's take elements ``first`` and following of the axis after P; others are not
-        touched. A slot or layer that does not exist writes nothing.
+        Rows narrower than the array's take elements ``first`` and following of the axis after P, or after P and heads
+        where a ``head_axis`` (as of ``row_index``) is given; others are not touched. A slot or layer that does not
+        exist writes nothing.
         """
         # A negative index would wrap to the end of the pool before mode="drop" looks at it, and a slot past its layer
         # would land in the next one: both are sent to the first index that does not exist. So are all slots of a
@@ -111,12 +137,18 @@ class Placement:
         written = self.inside(slots) & (layer >= 0) & (layer < self.num_layers)
         pages = self.physical_pages(jnp.where(written, slots // self.page_size, 0), layer)
         pages = jnp.where(written, pages, array.shape[0])
-        elements = slice(first, first + rows.shape[slots.ndim])
-        return array.at[pages, slots % self.page_size, elements].set(rows, mode="drop")
+        elements = slice(first, first + rows.shape[slots.ndim + (head_axis is not None)])
+        index = row_index(array, pages, slots % self.page_size, head_axis)
+        return array.at[(*index, elements)].set(rows, mode="drop")
 
     def move(
-        self, array: Shaped[Array, "pages P ..."], src: Int[Array, "n"], dst: Int[Array, "n"]
-    ) -> Shaped[Array, "pages P ..."]:
+        self,
+        array: Shaped[Array, "pages ..."],
+        src: Int[Array, "n"],
+        dst: Int[Array, "n"],
+        *,
+        head_axis: int | None = None,
+    ) -> Shaped[Array, "pages ..."]:
         """``array`` with the rows of ``src`` at ``dst`` in every layer; all reads happen before all writes.
 
         A pair with either slot outside the layer moves nothing.
@@ -125,8 +157,33 @@ class Placement:
         src, dst = jnp.where(readable, src, 0), jnp.where(readable, dst, -1)
         layers = jnp.arange(self.num_layers, dtype=jnp.int32)[:, None]
         src, dst = (jnp.broadcast_to(slots, (self.num_layers, *slots.shape)) for slots in (src, dst))
-        rows = array[self.physical_pages(src // self.page_size, layers), src % self.page_size]
-        return self.scatter(array, rows, dst, layers)
+        pages = self.physical_pages(src // self.page_size, layers)
+        rows = array[row_index(array, pages, src % self.page_size, head_axis)]
+        return self.scatter(array, rows, dst, layers, head_axis=head_axis)
+
+
+def check_slots(slots: Int[Array, "T"]) -> Int[Array, "T"]:
+    """Slots to write, as int32; ValueError unless they are integers of one axis."""
+    slots = as_int32("slots", slots)
+    if slots.ndim != 1:
+        raise ValueError(f"slots has shape {slots.shape}, must be [T]")
+    return slots
+
+
+def row_index(
+    array: Shaped[Array, "pages ..."], pages: Int[Array, "*n"], offsets: Int[Array, "*n"], head_axis: int | None = None
+) -> tuple[Array, ...]:
+    """Index of the rows at ``offsets`` of physical pages.
+
+    ``head_axis`` is None for whole rows of an array [pages, P, ...]. It is 2 for the heads of its rows one by one, 1
+    for those of an array [pages, heads, P, ...]: all axes that an index names then come first, and XLA scatters into
+    the array as it lies. What is indexed is [*n, ...], with heads [*n, heads, ...].
+    """
+    if head_axis is None:
+        return pages, offsets
+    heads = jnp.arange(array.shape[head_axis], dtype=jnp.int32).reshape(*(1,) * pages.ndim, -1)
+    pages, offsets = pages[..., None], offsets[..., None]
+    return (pages, heads, offsets) if head_axis == 1 else (pages, offsets, heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +191,7 @@ class PagedPool(abc.ABC):
     """What ``move_rows`` needs of a pool, whatever its rows are; pools are frozen dataclasses and pytrees.
 
     Attributes:
-        PAGED: names of the fields that are arrays ``[pages, P, ...]``.
+        PAGED: names of the fields that are arrays of pages, or None.
     """
 
     PAGED: ClassVar[tuple[str, ...]]
@@ -143,6 +200,20 @@ class PagedPool(abc.ABC):
     @abc.abstractmethod
     def placement(self) -> Placement:
         """Where rows lie."""
+
+    @property
+    def head_axis(self) -> int | None:
+        """1 where pages are [heads, P, ...], None where they are [P, ...]."""
+        return None
+
+    @property
+    @abc.abstractmethod
+    def page_size(self) -> int:
+        """Tokens per page, P."""
+
+    @abc.abstractmethod
+    def check_spec(self, spec: Any) -> None:
+        """ValueError unless rows are those of the spec."""
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -167,6 +238,6 @@ def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array,
     src, dst = as_int32("src", src), as_int32("dst", dst)
     if src.ndim != 1 or src.shape != dst.shape:
         raise ValueError(f"src has shape {src.shape} and dst {dst.shape}: they must be equal, [n]")
-    return dataclasses.replace(
-        pool, **{name: pool.placement.move(getattr(pool, name), src, dst) for name in pool.PAGED}
-    )
+    arrays = {name: array for name in pool.PAGED if (array := getattr(pool, name)) is not None}
+    move = functools.partial(pool.placement.move, src=src, dst=dst, head_axis=pool.head_axis)
+    return dataclasses.replace(pool, **{name: move(array) for name, array in arrays.items()})

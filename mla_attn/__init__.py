@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mla_attn.cache import LatentPool, move_rows, read_latent, write_latent
+    from mla_attn.cache import KVPool, LatentPool, move_rows, read_kv, read_latent, write_kv, write_latent
     from mla_attn.metadata import (
         AttentionMetadata,
         RaggedMetadata,
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
         page_table_from_tokens,
     )
     from mla_attn.ops import merge_states, mla_attention, plan_mla, ragged_attention
-    from mla_attn.specs import MLASpec
+    from mla_attn.specs import GQASpec, MLASpec
     from mla_attn.support import supports
 
     __version__: str
 
 __all__ = [
     "AttentionMetadata",
+    "GQASpec",
+    "KVPool",
     "LatentPool",
     "MLASpec",
     "RaggedMetadata",
@@ -50,13 +52,23 @@ __all__ = [
     "page_table_from_tokens",
     "plan_mla",
     "ragged_attention",
+    "read_kv",
     "read_latent",
     "supports",
+    "write_kv",
     "write_latent",
 ]
 
 _HOMES = {  # of the names above
-    "cache": ("LatentPool", "move_rows", "read_latent", "write_latent"),
+    "cache": (
+        "KVPool",
+        "LatentPool",
+        "move_rows",
+        "read_kv",
+        "read_latent",
+        "write_kv",
+        "write_latent",
+    ),
     "metadata": (
         "AttentionMetadata",
         "RaggedMetadata",
@@ -69,8 +81,16 @@ _HOMES = {  # of the names above
         "for_target_verify",
         "page_table_from_tokens",
     ),
-    "ops": ("merge_states", "mla_attention", "plan_mla", "ragged_attention"),
-    "specs": ("MLASpec",),
+    "ops": (
+        "merge_states",
+        "mla_attention",
+        "plan_mla",
+        "ragged_attention",
+    ),
+    "specs": (
+        "GQASpec",
+        "MLASpec",
+    ),
     "support": ("supports",),
 }
 _MODULES = ("buckets", "engine", "generation", "models", "sampling", "speculative", "steps", *_HOMES)

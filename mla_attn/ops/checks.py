@@ -4,22 +4,21 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from mla_attn.cache.placement import PagedPool
 from mla_attn.checks import INT32_MAX, check_array, check_integer
 from mla_attn.metadata.structure import check_requests
 
 
-def check_pool(pool, spec, metadata) -> None:
-    """The pool has rows of the spec's widths, in pages of the size that the metadata was built with."""
+def check_pool(pool, spec, metadata, kind: type[PagedPool]) -> None:
+    """The pool, of that kind, has rows of the spec's widths, in pages of the size that the metadata was built with."""
+    if not isinstance(pool, kind):
+        raise ValueError(f"pool is a {type(pool).__name__}, must be a {kind.__name__}")
     pool.check()
     if metadata.page_size not in (None, pool.page_size):
         raise ValueError(
             f"metadata was built with page_size={metadata.page_size}, but the pool has page_size={pool.page_size}"
         )
-    if (pool.kv_lora_rank, pool.latent_dim) != (spec.kv_lora_rank, spec.latent_dim):
-        raise ValueError(
-            f"pool stores {pool.kv_lora_rank} latent + {pool.rope_dim} rope channels per token, "
-            f"but spec has {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
-        )
+    pool.check_spec(spec)
 
 
 def check_paged_metadata(metadata):

@@ -216,7 +216,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask) -> AttentionMetada
         check_type(name, array, jnp.floating)
     if q_latent.dtype != q_rope.dtype:
         raise ValueError(f"q_rope has dtype {q_rope.dtype}, must be q_latent's {q_latent.dtype}")
-    check_pool(pool, spec, metadata)
+    check_pool(pool, spec, metadata, LatentPool)
     metadata = check_paged_metadata(metadata)
     check_tree_mask(tree_mask, metadata)
     return metadata

@@ -268,5 +268,5 @@ def _check_expanded(q, k, v, pool, metadata, spec) -> AttentionMetadata:
     check_shape("q", q, (*rows, q.shape[2]), "T of metadata.slots, spec's H")
     check_shape("k", k, (*rows, q.shape[2]), "as q")
     check_shape("v", v, (*rows, v.shape[2]), "rows and heads of q")
-    check_pool(pool, spec, metadata)
+    check_pool(pool, spec, metadata, LatentPool)
     return check_paged_metadata(metadata)

@@ -107,7 +107,7 @@ def test_pools_without_room_are_refused(unchecked):
         ({"num_layers": 0}, "num_layers=0 must be an integer of at least 1"),
         ({"num_pages": -1}, "num_pages=-1 must be an integer of at least 1"),
         ({"page_size": 0}, "page_size=0 must be an integer of at least 1"),
-        ({"dtype": jnp.float16}, "dtype=float16 must be one of bfloat16, float32"),
+        ({"dtype": jnp.float8_e4m3fn}, "dtype=float8_e4m3fn must be one of bfloat16, float16, float32"),
         ({"dtype": "floaty"}, "dtype='floaty' must be a dtype"),
         ({"dtype": None}, "dtype=None must be a dtype"),
         ({"num_pages": 4.0}, "num_pages=4.0 must be an integer of at least 1"),

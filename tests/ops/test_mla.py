@@ -93,7 +93,7 @@ def test_the_call_without_changes_is_right(call):
         ({"layer": np.int32(2)}, "layer=2 must be an integer from 0 to 1"),
         (
             {"pool": {"data": zeros(99, 4, 48, dtype=jnp.float8_e4m3fn)}},
-            "pool.data.dtype=float8_e4m3fn must be one of bfloat16, float32",
+            "pool.data.dtype=float8_e4m3fn must be one of bfloat16, float16, float32",
         ),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
         ({"layer": zeros(1, dtype=int)}, r"layer is int32\[1\], must be one integer"),

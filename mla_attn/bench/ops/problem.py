@@ -133,11 +133,12 @@ def expected(problem: Problem, layer: int) -> Expected:
 def errors(got: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
     """The largest errors over rows and heads of ``(out, lse)``, as shares of their tolerances: above 1 is wrong.
 
-    The tolerances, for bfloat16 (float32): largest error of a row ``2**-8 (1e-5) * (|v| max + |out| max)``, relative
-    L2 error ``4e-3``, one minus the cosine ``5e-6`` (both scaled alike), error of the lse ``1e-5 + 1e-5 * |lse|``.
+    The tolerances, for bfloat16 (float16, float32): largest error of a row ``2**-8 (2**-11, 1e-5) * (|v| max + |out|
+    max)``, relative L2 error ``4e-3``, one minus the cosine ``5e-6`` (both scaled alike), error of the lse ``1e-5 +
+    1e-5 * |lse|``.
     """
     out, lse = (np.asarray(x[expected.rows]).astype(np.float64) for x in got)
-    unit = 2.0**-8 if dtype == jnp.bfloat16 else 1e-5
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-5}[jnp.dtype(dtype).name]
     ratio = unit / 2.0**-8
     size, error = np.linalg.norm(expected.out, axis=-1), np.abs(out - expected.out)
     cosine = (out * expected.out).sum(axis=-1) / np.maximum(np.linalg.norm(out, axis=-1) * size, 1e-300)

@@ -1,0 +1,301 @@
+"""Paged keys and values of grouped-query attention: the pool in three layouts, writing by slot, and reading back.
+
+Pure functions; writes are in place under donation.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from mla_attn.cache.formats import RowFormat, format_of
+from mla_attn.cache.placement import PagedPool, Placement, check_slots, row_index
+from mla_attn.checks import check_array, check_dtype, check_integer, check_shape, check_type
+from mla_attn.specs import GQASpec
+
+LAYOUTS = ("nhd", "hnd", "interleaved")
+
+_DERIVED: Any = None  # by KVPool, from its other fields
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVPool(PagedPool):
+    """Paged cache of keys and values for all layers of a model, in one of three layouts:
+
+    ===============  =====================================================  ====================
+    ``layout``       ``k``                                                  ``v``
+    ===============  =====================================================  ====================
+    ``nhd``          ``[pages, P, K, D]``                                   ``[pages, P, K, V]``
+    ``hnd``          ``[pages, K, P, D]``                                   ``[pages, K, P, V]``
+    ``interleaved``  ``[pages, P, K, 2, D]``, of a head its key, its value  None
+    ===============  =====================================================  ====================
+
+    Layers, pages and strides are those of ``LatentPool``: page p of layer l lies at ``p * page_stride + l *
+    layer_stride``, applied by the ops of this library alone. Rows may be wider than D and V (128 for heads of 64, as in
+    JAX serving engines): what lies beside them is neither read nor written.
+
+    Attributes:
+        k: keys, or keys and values.
+        v: values.
+        num_layers: layers L.
+        num_pages: pages N of each layer.
+        layout: one of the three.
+        head_dim: channels D of a key; all that its row has if None.
+        v_head_dim: channels V of a value; all that its row has if None, and D where it shares the key's array.
+        page_stride: physical pages from a page of a layer to the next.
+        layer_stride: physical pages from a layer to the next; N if None.
+    """
+
+    PAGED: ClassVar = ("k", "v")
+
+    k: Shaped[Array, "pages ..."]
+    v: Shaped[Array, "pages ..."] | None
+    num_layers: int = dataclasses.field(metadata={"static": True})
+    num_pages: int = dataclasses.field(metadata={"static": True})
+    layout: str = dataclasses.field(default="nhd", metadata={"static": True})
+    head_dim: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
+    v_head_dim: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
+    page_stride: int = dataclasses.field(default=1, metadata={"static": True})
+    layer_stride: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
+
+    def __post_init__(self):
+        # JAX also makes pools of leaves that are no arrays: those have all their static fields.
+        if self.layer_stride is None:
+            object.__setattr__(self, "layer_stride", self.num_pages)
+        if self.head_dim is None and np.ndim(self.k):
+            object.__setattr__(self, "head_dim", self.k.shape[-1])
+        if self.v_head_dim is None and (self.v is None or np.ndim(self.v)):
+            object.__setattr__(self, "v_head_dim", self.head_dim if self.v is None else self.v.shape[-1])
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        spec: GQASpec,
+        dtype: DTypeLike = jnp.bfloat16,
+        layout: str = "nhd",
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> "KVPool":
+        """An all-zero pool of ``num_layers * num_pages`` pages of ``page_size`` tokens.
+
+        ``k_scale`` and ``v_scale`` are for formats that store scaled numbers: those there are do not, and ignore them.
+
+        Raises:
+            ValueError: a size below 1, another layout, a dtype other than bfloat16, float16 or float32, or so many
+                tokens a layer or pages in all that ids no longer fit int32.
+        """
+        del k_scale, v_scale
+        row_format = format_of("dtype", check_dtype("dtype", dtype))
+        placement = Placement(num_layers, num_pages, page_size, 1, num_pages)
+        heads, dims = spec.num_kv_heads, row_format.widths(spec.head_dim, spec.v_head_dim)
+        leading = (placement.num_physical_pages, placement.page_size, heads)
+        if _check_layout(layout) == "interleaved":
+            shapes = ((*leading, 2, max(dims)),)
+        elif layout == "hnd":
+            shapes = tuple((leading[0], heads, leading[1], dim) for dim in dims)
+        else:
+            shapes = tuple((*leading, dim) for dim in dims)
+        k, *v = (jnp.zeros(shape, row_format.storage_dtype) for shape in shapes)
+        sizes = (placement.num_layers, placement.num_pages, layout, spec.head_dim, spec.v_head_dim)
+        return cls(k, v[0] if v else None, *sizes)
+
+    @classmethod
+    def of(
+        cls,
+        array: Float[Array, "N ..."],
+        values: Float[Array, "N ..."] | None = None,
+        *,
+        layout: str = "interleaved",
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+    ) -> "KVPool":
+        """The pool of one layer whose rows are those of another system's cache; nothing is copied.
+
+        ``array`` of ``[N, P, K, 2, width]`` is what sglang-jax, ejkernel and tpu-inference hold as ``[N, P, 2K / pack,
+        pack, width]``: reshape it, inside ``jax.jit`` without a copy.
+
+        Args:
+            array: bfloat16, float16 or float32; keys and values, or the keys alone.
+            values: the values, for the layouts that have an array of their own for them.
+            layout: how the arrays lie.
+            head_dim: channels D of a key, the first of its row; the whole row if None.
+            v_head_dim: channels V of a value; its whole row if None, and ``head_dim`` where there is one array.
+
+        Raises:
+            ValueError: another layout, rank or dtype, or rows too narrow for their channels.
+        """
+        check_array("array", array)
+        if np.ndim(array) == 0:
+            raise ValueError(f"array has shape {array.shape}, must have pages, tokens, heads and channels")
+        dims: Any = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+        pool = cls(array, values, 1, array.shape[0], layout, **dims)
+        pool.check()
+        return pool
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.num_layers, self.num_pages, self.page_size, self.page_stride, self.layer_stride)
+
+    @property
+    def head_axis(self) -> int | None:
+        return 1 if self.layout == "hnd" else None
+
+    @property
+    def format(self) -> RowFormat:
+        """How rows are stored; ValueError if this library has no format for the arrays' dtype."""
+        return format_of("pool.k.dtype", jnp.dtype(self.k.dtype))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page, P."""
+        return self.k.shape[2 if self.layout == "hnd" else 1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads K."""
+        return self.k.shape[1 if self.layout == "hnd" else 2]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token that are written and read, however wide the rows of the arrays are."""
+        return self.format.row_bytes(self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type that rows are read in."""
+        return self.format.dtype
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The one or two arrays."""
+        return (self.k,) if self.v is None else (self.k, self.v)
+
+    def check(self) -> None:
+        axes = {"nhd": "[pages, P, K, D]", "hnd": "[pages, K, P, D]", "interleaved": "[pages, P, K, 2, D]"}
+        axes = axes[_check_layout(self.layout)]
+        if (self.v is None) != (self.layout == "interleaved"):
+            raise ValueError(f"layout={self.layout!r} with {len(self.arrays)} array(s): only 'interleaved' has one")
+        for name, array in zip(("pool.k", "pool.v"), self.arrays, strict=False):
+            check_array(name, array)
+            if array.ndim != axes.count(",") + 1 or (self.v is None and array.shape[3] != 2):
+                raise ValueError(f"{name} has shape {array.shape}, must be {axes}")
+            if array.shape[:3] != self.k.shape[:3] or array.dtype != self.k.dtype:
+                raise ValueError(
+                    f"{name} is {array.dtype}{list(array.shape)}, must be as pool.k, {self.k.dtype}{list(self.k.shape)}"
+                )
+        if self.k.shape[0] < self.placement.num_physical_pages:
+            raise ValueError(
+                f"pool.k has shape {self.k.shape}, must have {self.placement.num_physical_pages} pages for "
+                f"num_layers={self.num_layers}, num_pages={self.num_pages}, page_stride={self.page_stride}, "
+                f"layer_stride={self.layer_stride}"
+            )
+        check_integer("num_kv_heads", self.num_kv_heads, 1)
+        widths = self.format.widths(
+            check_integer("head_dim", self.head_dim, 1), check_integer("v_head_dim", self.v_head_dim, 1)
+        )
+        for name, width, array in zip(("head_dim", "v_head_dim"), widths, (self.k, self.arrays[-1]), strict=True):
+            if width > array.shape[-1]:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {array.shape[-1]}, the pool's row")
+
+    def check_spec(self, spec: GQASpec) -> None:
+        """ValueError unless rows are those of ``spec``."""
+        held = {name: getattr(self, name) for name in ("num_kv_heads", "head_dim", "v_head_dim")}
+        if held != (wanted := {name: getattr(spec, name) for name in held}):
+            raise ValueError(f"pool has {_shown(held)}, but spec has {_shown(wanted)}")
+
+    def encode(self, k: Float[Array, "T K D"], v: Float[Array, "T K V"]) -> list[tuple[str, int, Shaped[Array, "..."]]]:
+        """What a write stores: field, first element of a head's row, elements [T, K, width].
+
+        Keys and values that share an array are one row, the value's part in the middle.
+        """
+        k, v = self.format.encode(k, v)
+        if self.v is not None:
+            return [("k", 0, k), ("v", 0, v)]
+        width = self.k.shape[-1]
+        if k.shape[-1] == v.shape[-1] == width:
+            return [("k", 0, jnp.concatenate([k, v], axis=-1))]
+        return [("k", 0, k), ("k", width, v)]
+
+    def decode(self, *rows: Shaped[Array, "..."]) -> tuple[Float[Array, "*rows K D"], Float[Array, "*rows K V"]]:
+        """Keys and values, in ``dtype``, of rows of the arrays: [*rows, K, width], or [*rows, K, 2, width] of one."""
+        k, v = (rows[0][..., 0, :], rows[0][..., 1, :]) if self.v is None else rows
+        k_width, v_width = self.format.widths(self.head_dim, self.v_head_dim)
+        return self.format.decode(k[..., :k_width], v[..., :v_width])
+
+
+def write_kv(
+    pool: KVPool,
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K V"],
+    slots: Int[Array, "T"],
+    *,
+    layer: int | Int[Array, ""] = 0,
+) -> KVPool:
+    """Store the keys and values of this call at ``slots`` of ``layer``.
+
+    Args:
+        pool: the cache; donate it at the outermost jit and the write is in place.
+        k: keys after rotation, converted to the pool's format, where float16 makes numbers above 65504 infinite.
+        v: values.
+        slots: ``page * P + offset`` within the layer, of any integer dtype; a slot outside ``[0, N * P)`` writes
+            nothing. Slots inside it must differ from each other.
+        layer: which layer, one integer, static or an array (as inside ``lax.scan``).
+
+    Raises:
+        ValueError: heads or widths that are not the pool's, row counts that differ, wrong dtypes, or a layer that does
+            not exist. (A traced layer outside ``[0, L)`` writes nothing.)
+    """
+    pool.check()
+    slots = check_slots(slots)
+    for name, array, width in (("k", k, pool.head_dim), ("v", v, pool.v_head_dim)):
+        check_shape(
+            name, array, (slots.shape[0], pool.num_kv_heads, width), "rows of slots, heads and width of the pool"
+        )
+        check_type(name, array, jnp.floating)
+    layer = pool.placement.check_layer(layer)
+    for field, first, rows in pool.encode(k, v):
+        array = getattr(pool, field)
+        joined = array.reshape(*array.shape[:3], -1)  # a key beside its value
+        head_axis = pool.head_axis
+        if head_axis is None and rows.shape[2] < joined.shape[3]:
+            head_axis = 2
+        joined = pool.placement.scatter(joined, rows, slots, layer, first=first, head_axis=head_axis)
+        pool = dataclasses.replace(pool, **{field: joined.reshape(array.shape)})
+    return pool
+
+
+def read_kv(
+    pool: KVPool,
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    num_tokens: int,
+    *,
+    layer: int | Int[Array, ""] = 0,
+) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K V"]]:
+    """Read table slots ``starts[b] : starts[b] + num_tokens`` of each request back out, in the pool's dtype.
+
+    Slots past the table's end repeat its last entry; rows past a request's length hold whatever the page holds. The
+    caller masks both by length. Arguments and errors are those of ``read_latent``.
+    """
+    pool.check()
+    pages, offsets = pool.placement.locate_reads(page_table, starts, num_tokens, layer)
+    return pool.decode(*(array[row_index(array, pages, offsets, pool.head_axis)] for array in pool.arrays))
+
+
+def _check_layout(layout: str) -> str:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
+    return layout
+
+
+def _shown(fields: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
