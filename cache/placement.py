@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
@@ -205,15 +205,6 @@ class PagedPool(abc.ABC):
     def head_axis(self) -> int | None:
         """1 where pages are [heads, P, ...], None where they are [P, ...]."""
         return None
-
-    @property
-    @abc.abstractmethod
-    def page_size(self) -> int:
-        """Tokens per page, P."""
-
-    @abc.abstractmethod
-    def check_spec(self, spec: Any) -> None:
-        """ValueError unless rows are those of the spec."""
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         for_target_verify,
         page_table_from_tokens,
     )
-    from mla_attn.ops import merge_states, mla_attention, plan_mla, ragged_attention
+    from mla_attn.ops import gqa_attention, merge_states, mla_attention, plan_gqa, plan_mla, ragged_attention
     from mla_attn.specs import GQASpec, MLASpec
     from mla_attn.support import supports
 
@@ -46,10 +46,12 @@ __all__ = [
     "for_extend",
     "for_mixed",
     "for_target_verify",
+    "gqa_attention",
     "merge_states",
     "mla_attention",
     "move_rows",
     "page_table_from_tokens",
+    "plan_gqa",
     "plan_mla",
     "ragged_attention",
     "read_kv",
@@ -82,8 +84,10 @@ _HOMES = {  # of the names above
         "page_table_from_tokens",
     ),
     "ops": (
+        "gqa_attention",
         "merge_states",
         "mla_attention",
+        "plan_gqa",
         "plan_mla",
         "ragged_attention",
     ),

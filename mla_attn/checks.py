@@ -36,7 +36,11 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
     right_type = isinstance(value, int) and not isinstance(value, bool)
     if not right_type or not least <= value <= (INT32_MAX if most is None else most):
         too_large = most is None and right_type and value > INT32_MAX
-        allowed = f"of at least {least}" if most is None and not too_large else f"from {least} to {most or INT32_MAX}"
+        allowed = (
+            f"of at least {least}"
+            if most is None and not too_large
+            else f"from {least} to {INT32_MAX if most is None else most}"
+        )
         raise ValueError(f"{name}={shown(value)} must be an integer {allowed}")
     return value
 

@@ -6,19 +6,20 @@ from typing import Any
 
 import jax
 
-from mla_attn.cache import LatentPool
+from mla_attn.cache import KVPool, LatentPool
 from mla_attn.checks import check_dtype, check_integer
 from mla_attn.dispatch import Device, Implementation, current_device
-from mla_attn.ops import grouped_matmul, mla, ragged
-from mla_attn.specs import MLASpec
+from mla_attn.ops import gqa, grouped_matmul, mla, ragged
+from mla_attn.specs import GQASpec, MLASpec
 
 CPU, A100, H200 = Device("cpu"), Device("gpu", "8.0", 108), Device("gpu", "9.0", 132)
 _DEEPSEEK = {"num_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": 0.1}
+_LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 128**-0.5}
 
 
 def _mla_call(
     *, page_size=64, dtype="bfloat16", row_width=None, rope_offset=None, max_q_len=1, causal=True, tree=False,
-    batch_invariant=False, **spec,
+    sinks=False, batch_invariant=False, **spec,
 ):  # fmt: skip
     spec, dtype = MLASpec(**{**_DEEPSEEK, **spec}), check_dtype("dtype", dtype)
     pool = jax.eval_shape(
@@ -30,15 +31,27 @@ def _mla_call(
         width = check_integer("row_width", offset + rope if row_width is None else row_width, offset + rope)
         data = jax.ShapeDtypeStruct((1, page_size, width), pool.data.dtype)
         pool = dataclasses.replace(pool, data=data, rope_offset=offset)
-    return mla.MLACall.of(pool, spec, max_q_len=max_q_len, causal=causal, tree=tree, batch_invariant=batch_invariant)
+    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    return mla.MLACall.of(pool, spec, max_q_len=max_q_len, **flags)
 
 
-def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128, dtype="bfloat16"):
+def _gqa_call(
+    *, page_size=16, dtype="bfloat16", layout="nhd", max_q_len=1, causal=True, tree=False, sinks=False,
+    batch_invariant=False, **spec,
+):  # fmt: skip
+    spec, dtype = GQASpec(**{**_LLAMA, **spec}), check_dtype("dtype", dtype)
+    sizes = {"num_layers": 1, "num_pages": 1, "page_size": page_size, "spec": spec, "dtype": dtype, "layout": layout}
+    pool = jax.eval_shape(lambda: KVPool.create(**sizes))
+    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    return gqa.GQACall.of(pool, spec, max_q_len=max_q_len, **flags)
+
+
+def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128, sinks=False, dtype="bfloat16"):
     sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v_dim}
     for name, value in sizes.items():
         check_integer(name, value, 1)
     shapes = ((1, heads, qk_dim), (1, kv_heads, qk_dim), (1, kv_heads, v_dim))
-    return ragged.RaggedCall.of(*(_array("dtype", dtype, shape) for shape in shapes))
+    return ragged.RaggedCall.of(*(_array("dtype", dtype, shape) for shape in shapes), sinks=sinks)
 
 
 def _grouped_call(*, depth=7168, width=2048, dtype="bfloat16"):
@@ -51,10 +64,16 @@ def _array(name, dtype, shape):
     return jax.ShapeDtypeStruct(shape, check_dtype(name, dtype))
 
 
-_MAKE = {"mla_attention": _mla_call, "ragged_attention": _ragged_call, "grouped_matmul": _grouped_call}
+_MAKE = {
+    "mla_attention": _mla_call,
+    "gqa_attention": _gqa_call,
+    "ragged_attention": _ragged_call,
+    "grouped_matmul": _grouped_call,
+}
 
 IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "mla_attention": mla.IMPLEMENTATIONS,
+    "gqa_attention": gqa.IMPLEMENTATIONS,
     "ragged_attention": ragged.IMPLEMENTATIONS,
     "grouped_matmul": grouped_matmul.IMPLEMENTATIONS,
 }
@@ -83,6 +102,14 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
         "H200: soft cap": (H200, {"soft_cap": 30.0}),
         "H200: tree_mask": (H200, {"max_q_len": 4, "tree": True}),
         "H200: tree_mask with a window": (H200, {"max_q_len": 4, "tree": True, "window": 128}),
+        "H200: sinks": (H200, {"sinks": True}),
+        "H200: batch_invariant=True": (H200, {"batch_invariant": True}),
+    },
+    "gqa_attention": {
+        "CPU: batch_invariant=True": (CPU, {"batch_invariant": True}),
+        "H200: decode, 32 heads over 8": (H200, {}),
+        "H200: sinks, sliding window": (H200, {"sinks": True, "window": 128}),
+        "H200: tree_mask with a window": (H200, {"max_q_len": 4, "tree": True, "window": 128}),
         "H200: batch_invariant=True": (H200, {"batch_invariant": True}),
     },
     "ragged_attention": {
@@ -104,15 +131,16 @@ def supports(
     """Which implementations support a call: for each name None, or the reason for a refusal, which the op would raise.
 
     Args:
-        op: "mla_attention", "ragged_attention" or "grouped_matmul".
+        op: "mla_attention", "gqa_attention", "ragged_attention" or "grouped_matmul".
         platform: "cpu", "gpu" or "tpu"; where neither this nor ``compute_capability`` is given, the current device
             answers.
         compute_capability: compute capability of an NVIDIA GPU, a string such as "9.0" for Hopper.
         facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
             ``page_size``, ``dtype``, ``row_width`` and ``rope_offset`` of the pool, ``max_q_len``, ``causal``, ``tree``
-            (whether there is a ``tree_mask``), ``batch_invariant``, and the fields of ``MLASpec``. For
-            ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``, ``dtype``. For
-            ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
+            (whether there is a ``tree_mask``), ``sinks`` (whether there are), ``batch_invariant``, and the fields of
+            ``MLASpec``. For ``gqa_attention`` (Llama's sizes) the same, with ``layout`` of the pool and the fields of
+            ``GQASpec``. For ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``,
+            ``sinks``, ``dtype``. For ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
 
     Raises:
         ValueError: an unknown op, platform or fact, or a value that no call may have.

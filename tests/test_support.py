@@ -60,6 +60,6 @@ def test_supports_answers_for_any_call(unchecked):
     with pytest.raises(ValueError, match="batch_invariant='no' must be True or False"):
         supports("mla_attention", batch_invariant="no")
     with pytest.raises(ValueError, match="must be one of"):
-        supports("gqa_attention")
+        supports("fft")
     with pytest.raises(ValueError, match="colour"):
         supports("mla_attention", colour="red")

@@ -38,6 +38,8 @@ def supports(call, device: Device) -> str | None:
         return f"rope_offset={call.rope_offset}: must be a multiple of {_CHANNELS}"
     if spec.window is not None:
         return f"window={spec.window}: must be None"
+    if call.sinks:
+        return "sinks: must be None"
     if spec.soft_cap is not None:
         return f"soft_cap={spec.soft_cap}: must be None"
     if spec.scale < _LEAST_SCALE:
@@ -108,7 +110,9 @@ def _work(m, launch: Launch):
     return work_list(*lengths, plan=launch.plan, max_q_len=m.max_q_len, causal=launch.causal, kv_stride=m.kv_stride)
 
 
-def mla_attention(q_latent, q_rope, pool, metadata, layer, tree_mask, *, spec, causal, batch_invariant, out_dtype):
+def mla_attention(
+    q_latent, q_rope, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype
+):
     """Launches the chosen kernel, then the combine: ``(out [T, H, R] in out_dtype, lse float32 [T, H])``."""
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
     from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call

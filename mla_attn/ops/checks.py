@@ -4,12 +4,11 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from mla_attn.cache.placement import PagedPool
-from mla_attn.checks import INT32_MAX, check_array, check_integer
+from mla_attn.checks import INT32_MAX, check_array, check_integer, check_shape, check_type
 from mla_attn.metadata.structure import check_requests
 
 
-def check_pool(pool, spec, metadata, kind: type[PagedPool]) -> None:
+def check_pool(pool, spec, metadata, kind: type) -> None:
     """The pool, of that kind, has rows of the spec's widths, in pages of the size that the metadata was built with."""
     if not isinstance(pool, kind):
         raise ValueError(f"pool is a {type(pool).__name__}, must be a {kind.__name__}")
@@ -36,8 +35,18 @@ def static_integers(metadata, *names: str):
     return dataclasses.replace(metadata, **changed) if changed else metadata
 
 
-def check_tree_mask(tree_mask, metadata) -> None:
-    """None, or bool [B, S, M] with B and S of the metadata and M of at least S."""
+def check_sinks(sinks, num_heads: int, return_lse: bool) -> None:
+    """None, or floating [H], then without a log-sum-exp: it leaves them out, so that they would enter every merge."""
+    if sinks is None:
+        return
+    check_shape("sinks", sinks, (num_heads,), "[H], query heads")
+    check_type("sinks", sinks, jnp.floating)
+    if return_lse:
+        raise ValueError("sinks with return_lse=True: merge partial results first, with merge_states(sinks=)")
+
+
+def check_tree_mask(tree_mask, metadata, window: int | None) -> None:
+    """None, or bool [B, S, M] with B and S of the metadata and M of at least S, and of at most a window."""
     if tree_mask is None:
         return
     check_array("tree_mask", tree_mask)
@@ -49,3 +58,5 @@ def check_tree_mask(tree_mask, metadata) -> None:
             f"tree_mask is {tree_mask.dtype}{list(tree_mask.shape)}, must be bool [B, S, M] = "
             f"[{batch}, {rows}, at least {rows}]"
         )
+    if window is not None and window < tree_mask.shape[2]:
+        raise ValueError(f"window={window} with tree_mask {list(tree_mask.shape)}: must be at least M")

@@ -8,30 +8,23 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool
-from mla_attn.cache.formats import RowFormat
-from mla_attn.checks import check_flag, check_integer, check_out_dtype, check_shape, check_type
-from mla_attn.dispatch import Device, Implementation, Order, choose, compute
+from mla_attn.checks import check_flag, check_out_dtype, check_shape, check_type
+from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
-from mla_attn.ops.checks import check_paged_metadata, check_pool, check_tree_mask
+from mla_attn.ops.checks import check_paged_metadata, check_pool, check_sinks, check_tree_mask
+from mla_attn.ops.paged import PagedCall, facts_of, reference_supports, xla_supports
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
 from mla_attn.xla.mla import mla_attention as xla_mla
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLACall:
+class MLACall(PagedCall):
     """Static facts of a call, which with the device decide the implementation; made by ``MLACall.of``."""
 
-    spec: MLASpec
-    page_size: int
-    format: RowFormat
     row_width: int
     rope_offset: int
-    max_q_len: int
-    causal: bool
-    tree: bool
-    batch_invariant: bool
 
     @classmethod
     def of(
@@ -42,6 +35,7 @@ class MLACall:
         max_q_len: int = 1,
         causal: bool = True,
         tree: bool = False,
+        sinks: bool = False,
         batch_invariant: bool = False,
     ) -> "MLACall":
         """The facts of calls over ``pool``, which may be abstract (of ``jax.eval_shape``).
@@ -49,43 +43,15 @@ class MLACall:
         Raises:
             ValueError: a value or a combination that no call may have.
         """
-        max_q_len = check_integer("max_q_len", max_q_len, 1)
-        flags = {"causal": causal, "tree": tree, "batch_invariant": batch_invariant}
-        flags = {name: check_flag(name, value) for name, value in flags.items()}
-        if spec.window is not None and not flags["causal"]:
-            raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
-        return cls(
-            spec=spec,
-            page_size=pool.page_size,
-            format=pool.format,
-            row_width=pool.row_width,
-            rope_offset=pool.rope_offset,
-            max_q_len=max_q_len,
-            **flags,
-        )
-
-
-def _tree_with_window(call: MLACall) -> str | None:
-    """What no implementation supports."""
-    return f"tree_mask with window={call.spec.window}" if call.tree and call.spec.window is not None else None
-
-
-def _xla_supports(call: MLACall, device: Device) -> str | None:
-    if call.batch_invariant and device.platform != "cpu":
-        return f"batch_invariant=True on {device.platform}: promised on cpu only"
-    return _tree_with_window(call)
-
-
-def _reference_supports(call: MLACall, device: Device) -> str | None:
-    if call.batch_invariant:
-        return "batch_invariant=True: it specifies values, not bits"
-    return _tree_with_window(call)
+        flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+        facts = facts_of(pool, spec, max_q_len=max_q_len, **flags)
+        return cls(**facts, row_width=pool.row_width, rope_offset=pool.rope_offset)
 
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", mosaic_gpu.supports, mosaic_gpu.mla_attention, mosaic_gpu.plan_mla),
-    Implementation("xla", _xla_supports, xla_mla, derivative="reference"),
-    Implementation("reference", _reference_supports, reference_mla, derivative="own"),
+    Implementation("xla", xla_supports, xla_mla, derivative="reference"),
+    Implementation("reference", reference_supports, reference_mla, derivative="own"),
 )
 
 
@@ -99,6 +65,7 @@ def mla_attention(
     layer: int | Int[Array, ""] = 0,
     causal: bool = True,
     tree_mask: Bool[Array, "B S M"] | None = None,
+    sinks: Float[Array, "H"] | None = None,
     return_lse: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
@@ -122,8 +89,12 @@ def mla_attention(
         causal: False lets every row of a request see all its ``kv_len`` keys.
         tree_mask: bool [B, S, M >= S], which of the last keys each row may see besides being causal, for draft trees:
             row j sees the key at ``p`` if ``tree_mask[b, j, c]`` for ``c = p - (kv_len - q_len) + M - S``; keys with
-            ``c < 0`` are visible. M = S covers the tokens of this call, M > S those of earlier draft steps too.
-        return_lse: also return the log-sum-exp.
+            ``c < 0`` are visible. M = S covers the tokens of this call, M > S those of earlier draft steps too. With a
+            window, of at least M, these are visible if ``p > metadata.positions[row] - window`` (siblings share a
+            position), and those of the mask's columns whatever the window.
+        sinks: raw logits of each head, neither scaled nor capped: ``exp(sink)`` joins the softmax denominator. -inf is
+            none; where it is inf, ``out`` is 0.
+        return_lse: also return the log-sum-exp; not with ``sinks``, which ``merge_states`` takes.
         out_dtype: dtype of ``out``; that of ``q_latent`` if None.
         implementation: "mosaic_gpu", "xla" or "reference", or names in the order in which to try them; None picks.
         batch_invariant: the bits of a row depend on its query, its visible keys and static arguments alone, not on its
@@ -145,6 +116,7 @@ def mla_attention(
     """
     metadata = _check(q_latent, q_rope, pool, metadata, spec, tree_mask)
     return_lse = check_flag("return_lse", return_lse)
+    check_sinks(sinks, spec.num_heads, return_lse)
     check_out_dtype(out_dtype)
     call = MLACall.of(
         pool,
@@ -152,13 +124,14 @@ def mla_attention(
         max_q_len=metadata.max_q_len,
         causal=causal,
         tree=tree_mask is not None,
+        sinks=sinks is not None,
         batch_invariant=batch_invariant,
     )
     out, lse = compute(
         "mla_attention",
         choose("mla_attention", call, IMPLEMENTATIONS, implementation),
         IMPLEMENTATIONS,
-        (q_latent, q_rope, pool, metadata, jnp.asarray(pool.placement.check_layer(layer), jnp.int32), tree_mask),
+        (q_latent, q_rope, pool, metadata, jnp.asarray(pool.placement.check_layer(layer), jnp.int32), tree_mask, sinks),
         spec=spec,
         causal=call.causal,
         batch_invariant=call.batch_invariant,
@@ -174,6 +147,7 @@ def plan_mla(
     *,
     causal: bool = True,
     tree: bool = False,
+    sinks: bool = False,
     out_dtype: DTypeLike = jnp.bfloat16,
     implementation: Order = None,
     batch_invariant: bool = False,
@@ -186,7 +160,7 @@ def plan_mla(
     Args:
         metadata: from a builder.
         pool, spec, causal, implementation, batch_invariant: as in the calls to come; ``pool`` may be abstract.
-        tree: whether they have a ``tree_mask``.
+        tree, sinks: whether they have a ``tree_mask``, and ``sinks``.
         out_dtype: dtype of their results.
 
     Raises:
@@ -195,9 +169,8 @@ def plan_mla(
     """
     metadata = check_paged_metadata(metadata)
     check_out_dtype(out_dtype)
-    call = MLACall.of(
-        pool, spec, max_q_len=metadata.max_q_len, causal=causal, tree=tree, batch_invariant=batch_invariant
-    )
+    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    call = MLACall.of(pool, spec, max_q_len=metadata.max_q_len, **flags)
     chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
     if chosen.plan is None:
         return metadata
@@ -218,5 +191,5 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask) -> AttentionMetada
         raise ValueError(f"q_rope has dtype {q_rope.dtype}, must be q_latent's {q_latent.dtype}")
     check_pool(pool, spec, metadata, LatentPool)
     metadata = check_paged_metadata(metadata)
-    check_tree_mask(tree_mask, metadata)
+    check_tree_mask(tree_mask, metadata, spec.window)
     return metadata

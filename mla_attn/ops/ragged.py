@@ -20,7 +20,7 @@ from mla_attn.checks import (
 )
 from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.metadata import RaggedMetadata
-from mla_attn.ops.checks import static_integers
+from mla_attn.ops.checks import check_sinks, static_integers
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
@@ -33,6 +33,7 @@ class RaggedCall:
     kv_heads: int
     qk_dim: int
     v_dim: int
+    sinks: bool
     dtype: np.dtype
 
     @classmethod
@@ -41,6 +42,8 @@ class RaggedCall:
         q: Float[Array | jax.ShapeDtypeStruct, "T H D"],
         k: Float[Array | jax.ShapeDtypeStruct, "Tk K D"],
         v: Float[Array | jax.ShapeDtypeStruct, "Tk K V"],
+        *,
+        sinks: bool = False,
     ) -> "RaggedCall":
         """The facts of a call over arrays, which may be abstract.
 
@@ -50,7 +53,8 @@ class RaggedCall:
         (_, heads, qk_dim), kv_heads = q.shape, k.shape[1]
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"q has {heads} heads, must be a multiple of k's {kv_heads}")
-        return cls(heads=heads, kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v.shape[2], dtype=np.dtype(k.dtype))
+        sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v.shape[2]}
+        return cls(**sizes, sinks=check_flag("sinks", sinks), dtype=np.dtype(k.dtype))
 
 
 def _portable(call: RaggedCall, device: Device) -> str | None:
@@ -73,6 +77,7 @@ def ragged_attention(
     causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
     return_lse: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
@@ -91,7 +96,9 @@ def ragged_attention(
         causal: False lets every row see all keys of its request.
         window: keys a row may see, itself included; needs ``causal``.
         soft_cap: scores become ``cap * tanh(score / cap)``.
-        return_lse: also return the log-sum-exp.
+        sinks: raw logits of each head, neither scaled nor capped: ``exp(sink)`` joins the softmax denominator. -inf is
+            none; where it is inf, ``out`` is 0.
+        return_lse: also return the log-sum-exp; not with ``sinks``, which ``merge_states`` takes.
         out_dtype: dtype of ``out``; that of ``q`` if None.
         implementation: "xla" or "reference", or names in the order in which to try them; None picks.
 
@@ -119,11 +126,12 @@ def ragged_attention(
     if window is not None and not causal:
         raise ValueError(f"window={window} with causal={causal}: a window needs causal=True")
     check_out_dtype(out_dtype)
+    check_sinks(sinks, q.shape[1], return_lse)
     out, lse = compute(
         "ragged_attention",
-        choose("ragged_attention", RaggedCall.of(q, k, v), IMPLEMENTATIONS, implementation),
+        choose("ragged_attention", RaggedCall.of(q, k, v, sinks=sinks is not None), IMPLEMENTATIONS, implementation),
         IMPLEMENTATIONS,
-        (q, k, v, metadata),
+        (q, k, v, metadata, sinks),
         scale=scale,
         causal=causal,
         window=window,

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax.lax import Precision
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 def attend(
@@ -13,6 +13,7 @@ def attend(
     *,
     scale: float,
     soft_cap: float | None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B S H"]]:
     """Softmax attention of dense blocks and its log-sum-exp; rows that see no key give 0 and -inf."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -31,7 +32,10 @@ def attend(
     acc = jnp.einsum("bshm,bmhv->bshv", p, v, precision=Precision.HIGHEST)
     filled = l != 0  # a sum of NaN is not an empty row
     l = jnp.where(filled, l, 1.0)
-    return jnp.where(filled, acc / l, 0.0), jnp.where(filled, m + jnp.log(l), -jnp.inf)[..., 0]
+    lse = jnp.where(filled, m + jnp.log(l), -jnp.inf)[..., 0]
+    if sinks is not None:
+        l += jnp.exp(sinks.astype(jnp.float32)[None, None, :, None] - m)
+    return jnp.where(filled, acc / l, 0.0), lse
 
 
 def visible_keys(
@@ -43,6 +47,7 @@ def visible_keys(
     causal: bool,
     window: int | None,
     tree_mask: Bool[Array, "B S C"] | None = None,
+    row_positions: Int[Array, "B S"] | None = None,
 ) -> Bool[Array, "B S M"]:
     """Which key positions each row sees: the position of row j is ``kv_len - q_len + j``."""
     p, q_lens, kv_lens = positions[:, None, :], q_lens[:, None, None], kv_lens[:, None, None]
@@ -51,19 +56,51 @@ def visible_keys(
     visible = (rows < q_lens) & (p < kv_lens)
     if causal:
         visible &= p <= at
-    if window is not None:
+    if window is not None and tree_mask is None:
         visible &= p > at - window
     if tree_mask is not None:
         width = tree_mask.shape[2]
         column = p - (kv_lens - q_lens) + width - max_q_len
         bits = jnp.take_along_axis(tree_mask, jnp.clip(column, 0, width - 1), axis=2)
-        visible &= bits | (column < 0)
+        prefix = column < 0
+        if window is not None and row_positions is not None:
+            prefix &= p > jnp.maximum(row_positions, 0)[:, :, None] - window  # below 0 the difference would wrap
+        visible &= jnp.where(column < 0, prefix, bits)
     return visible
 
 
+def attend_paged(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "B M K D"],
+    v: Float[Array, "B M K V"],
+    metadata,
+    *,
+    spec,
+    causal: bool,
+    tree_mask: Bool[Array, "B S C"] | None,
+    sinks: Float[Array, "H"] | None,
+) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
+    """Packed queries over every key that a table has room for."""
+    m, keys = metadata, jnp.arange(k.shape[1], dtype=jnp.int32)
+    visible = visible_keys(
+        m.kv_offsets[:, None] + keys[None] * m.kv_stride,
+        m.q_lens,
+        m.kv_lens,
+        m.max_q_len,
+        causal=causal,
+        window=spec.window,
+        tree_mask=tree_mask,
+        row_positions=to_blocks(m.positions, m.q_starts, m.q_lens, m.max_q_len),
+    )
+    blocks = to_blocks(q, m.q_starts, m.q_lens, m.max_q_len)
+    out, lse = attend(blocks, k, v, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)
+    rows = q.shape[0]
+    return to_rows(out, m.q_starts, m.q_lens, rows, 0.0), to_rows(lse, m.q_starts, m.q_lens, rows, -jnp.inf)
+
+
 def to_blocks(
-    rows: Float[Array, "T *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], length: int
-) -> Float[Array, "B S *rest"]:
+    rows: Shaped[Array, "T *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], length: int
+) -> Shaped[Array, "B S *rest"]:
     """Unpacks rows to a dense block per request, zero past its length."""
     if rows.shape[0] == 0:
         return jnp.zeros((starts.shape[0], length, *rows.shape[1:]), rows.dtype)

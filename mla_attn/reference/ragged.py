@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 
-def ragged_attention(q, k, v, metadata, *, scale, causal, window, soft_cap, out_dtype):
+def ragged_attention(q, k, v, metadata, sinks, *, scale, causal, window, soft_cap, out_dtype):
     """Attends block by block: ``(out [T, H, V], lse float32 [T, H])``."""
     m = metadata
     positions = jnp.arange(m.max_kv_len, dtype=jnp.int32)
@@ -17,6 +17,7 @@ def ragged_attention(q, k, v, metadata, *, scale, causal, window, soft_cap, out_
         visible_keys(positions, m.q_lens, m.kv_lens, m.max_q_len, causal=causal, window=window),
         scale=scale,
         soft_cap=soft_cap,
+        sinks=sinks,
     )
     out = to_rows(out, m.q_starts, m.q_lens, q.shape[0], 0.0).astype(out_dtype)
     return out, to_rows(lse, m.q_starts, m.q_lens, q.shape[0], -jnp.inf)

@@ -13,7 +13,9 @@ merged in key order at the end.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -66,6 +68,7 @@ class Batch:
     kv_lens: Int[Array, "B"]
     kv_offsets: Int[Array, "B"]
     kv_stride: int
+    positions: Any = None  # int32 [T], for trees with a window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Rules:
     window: int | None = None
     soft_cap: float | None = None
     tree_mask: Bool[Array, "B S M"] | None = None
+    sinks: Float[Array, "H"] | None = None
 
 
 # fetch(requests [lanes], first_keys [lanes], seen bool [lanes, n]) -> keys [lanes, n, K, D], values [lanes, n, K, V],
@@ -152,7 +156,8 @@ def blockwise_attention(
     filled = l != 0  # a sum of NaN is not an empty row
     out = jnp.where(filled[..., None], acc / jnp.where(filled, l, 1.0)[..., None], 0.0)
     lse = jnp.where(filled, m + jnp.log(jnp.where(filled, l, 1.0)), -jnp.inf)
-    return _to_rows(out, lse, batch, plan, rows, group)
+    out, lse = _to_rows(out, lse, batch, plan, rows, group)
+    return _with_sinks(out, lse, rules.sinks), lse
 
 
 def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
@@ -163,6 +168,12 @@ def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "t
     stop = jnp.minimum(kv_lens, base + jnp.minimum(start + plan.tile, q_lens)) if rules.causal else kv_lens
     # Not base + start - window: a window of 2**31 - 1 before a negative position would wrap.
     begin = jnp.zeros_like(stop) if rules.window is None else jnp.maximum(base + start, 0) - rules.window + 1
+    if rules.window is not None and rules.tree_mask is not None:
+        _, width, columns = rules.tree_mask.shape
+        rows = start[:, :, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None, None]
+        at = _positions(batch, jnp.arange(q_lens.shape[0])[:, None, None], rows)
+        at = jnp.where(rows < q_lens[:, :, None], at, INT32_MAX).min(axis=2)
+        begin = jnp.minimum(at - rules.window + 1, base - (columns - width))
 
     def key_index(position):  # index in the table of the first key at `position` or after it
         distance = jnp.maximum(position, offsets) - offsets
@@ -185,11 +196,22 @@ def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> B
     visible = (row < q_len) & (p < kv_len)
     if rules.causal:
         visible &= p <= at
-    if rules.window is not None:
+    if rules.window is not None and rules.tree_mask is None:
         visible &= p > at - rules.window
     if rules.tree_mask is not None:
-        visible &= _tree_visible(rules.tree_mask, request, row[:, :, 0], (p - kv_len + q_len)[:, 0, :])
+        after_prefix = (p - kv_len + q_len)[:, 0, :]
+        visible &= _tree_visible(rules.tree_mask, request, row[:, :, 0], after_prefix)
+        if rules.window is not None:
+            _, width, columns = rules.tree_mask.shape
+            in_mask = (after_prefix + columns - width >= 0)[:, None, :]
+            visible &= in_mask | (p > _positions(batch, request[:, None, None], row) - rules.window)
     return visible
+
+
+def _positions(batch: Batch, request, row):
+    """Positions of rows of requests, for rotary embeddings; not below 0, from where a window would wrap."""
+    at = jnp.clip(batch.q_starts[request] + row, 0, batch.positions.shape[0] - 1)
+    return jnp.maximum(batch.positions[at], 0)
 
 
 def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n"]:
@@ -262,6 +284,14 @@ def _to_rows(out, lse, batch: Batch, plan: Plan, rows: int, group: int):
     lse = lse.reshape(lse.shape[0], kv_heads, plan.tile, group)[tile, :, row]
     out = jnp.where(owned[:, None, None, None], out, 0.0).reshape(rows, kv_heads * group, -1)
     return out, jnp.where(owned[:, None, None], lse, -jnp.inf).reshape(rows, -1)
+
+
+def _with_sinks(out, lse, sinks):
+    """``exp(sink)`` in the denominator of each head: out times ``exp(lse) / (exp(lse) + exp(sink))``."""
+    if sinks is None:
+        return out
+    share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None])
+    return jnp.where(jnp.isneginf(lse)[..., None], 0.0, out * share[..., None])
 
 
 def _take(arrays, index):

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from mla_attn.xla.blockwise import Batch, Config, Rules, blockwise_attention, by_platform, make_plan
 
 
-def ragged_attention(q, k, v, metadata, *, scale, causal, window, soft_cap, out_dtype, config: Config | None = None):
+def ragged_attention(
+    q, k, v, metadata, sinks, *, scale, causal, window, soft_cap, out_dtype, config: Config | None = None,
+):  # fmt: skip
     """Attends: ``(out [T, H, V], lse float32 [T, H])``; products in the keys' dtype, sums in float32.
 
     ``config`` says how work is cut; by platform if None.
@@ -14,7 +16,7 @@ def ragged_attention(q, k, v, metadata, *, scale, causal, window, soft_cap, out_
     if k.shape[0] == 0:
         return jnp.zeros((q.shape[0], heads, shape[1]), out_dtype), jnp.full((q.shape[0], heads), -jnp.inf, jnp.float32)
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, jnp.zeros_like(m.kv_lens), 1)
-    rules = Rules(scale, causal, window, soft_cap)
+    rules = Rules(scale, causal, window, soft_cap, sinks=sinks)
 
     def run(config: Config):
         block = min(config.block_keys, m.max_kv_len)

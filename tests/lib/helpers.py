@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import oracle
-from mla_attn.cache import LatentPool
+from mla_attn.cache import KVPool, LatentPool
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.specs import MLASpec
+from mla_attn.specs import GQASpec, MLASpec
 
 # Compiler options of tests that promise bits, compiled as users' programs are; conftest.py has others compiled quickly.
 OPTIMIZED = {"xla_backend_optimization_level": 3}
@@ -39,13 +39,69 @@ class PagedBatch:
         """Of a result, [T, H, R]."""
         return self.q_latent.shape
 
-    def expected(self, *, layer=None, causal=True, tree_mask=None):
+    def expected(self, *, layer=None, causal=True, tree_mask=None, sinks=None):
         """``(out [T, H, R], lse [T, H], largest visible |v| [T, 1])`` of the float64 oracle."""
         rows = layer_rows(self.pool, self.layer if layer is None else layer)
         metadata = jax.tree.map(np.asarray, self.metadata)
         visible = {"causal": causal, "tree_mask": tree_mask}
-        out, lse = oracle.mla_oracle(self.q_latent, self.q_rope, rows, metadata, self.spec, **visible)
+        out, lse = oracle.mla_oracle(self.q_latent, self.q_rope, rows, metadata, self.spec, sinks=sinks, **visible)
         return out, lse, oracle.mla_v_max(out.shape[0], rows, metadata, self.spec, **visible)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVBatch:
+    """A pool of keys and values, the metadata of one call, and its queries."""
+
+    spec: GQASpec
+    pool: KVPool
+    metadata: AttentionMetadata
+    q: jax.Array
+    layer: int
+
+    @property
+    def queries(self):
+        return (self.q,)
+
+    def with_queries(self, q):
+        return dataclasses.replace(self, q=q)
+
+    @property
+    def out_shape(self):
+        """Of a result, [T, H, V]."""
+        return (*self.q.shape[:2], self.spec.v_head_dim)
+
+    def expected(self, *, layer=None, causal=True, tree_mask=None, sinks=None):
+        """``(out [T, H, V], lse [T, H], largest visible |v| [T, H])`` of the float64 oracle."""
+        pool, layer = self.pool, self.layer if layer is None else layer
+        rows = [x.swapaxes(1, 2) if pool.layout == "hnd" else x for x in pool.arrays]
+        pages = np.arange(pool.num_pages) * pool.page_stride + layer * pool.layer_stride
+        k, v = (np.asarray(x).astype(np.float64)[pages] for x in pool.decode(*rows))
+        metadata = jax.tree.map(np.asarray, self.metadata)
+        seen = {"causal": causal, "tree_mask": tree_mask, "sinks": sinks}
+        return oracle.gqa_oracle(self.q, k, v, metadata, self.spec, **seen)
+
+
+def kv_batch(seed, *, heads=4, kv_heads=2, head_dim=8, v_head_dim=None, pool_layout="nhd", scale=None, **sizes):
+    """A ``poisoned_batch`` of keys and values; ``sizes`` as it takes them."""
+    v_dim = head_dim if v_head_dim is None else v_head_dim
+    width, scale = kv_heads * head_dim, head_dim**-0.5 if scale is None else scale
+    latent = poisoned_batch(
+        seed, heads=heads, kv_lora_rank=width, qk_rope_head_dim=kv_heads * v_dim, scale=scale, **sizes
+    )
+    rules = {"scale": scale, "window": latent.spec.window, "soft_cap": latent.spec.soft_cap}
+    spec = GQASpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, **rules)
+    pool, data = latent.pool, latent.pool.data
+    k = data[..., :width].reshape(*data.shape[:2], kv_heads, head_dim)
+    v = data[..., width:].reshape(*data.shape[:2], kv_heads, v_dim)
+    if pool_layout == "hnd":
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    elif pool_layout == "interleaved":  # in rows of others, wider than they need be
+        nothing = [(0, 0)] * 3
+        k, v = (jnp.pad(x, [*nothing, (0, 72 - x.shape[-1])], constant_values=jnp.nan) for x in (k, v))
+        k, v = jnp.stack([k, v], axis=3), None
+    static = (pool_layout, head_dim, v_dim, pool.page_stride, pool.layer_stride)
+    kv_pool = KVPool(k, v, pool.num_layers, pool.num_pages, *static)
+    return KVBatch(spec, kv_pool, latent.metadata, latent.q_latent[..., :head_dim], latent.layer)
 
 
 def layer_rows(pool, layer):

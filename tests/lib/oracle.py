@@ -21,21 +21,24 @@ def visible_slots(metadata, b, j, *, num_slots, window=None, causal=True, tree_m
             break
         if causal and p > a:
             continue
-        if window is not None and p <= a - window:
-            continue
         if tree_mask is not None:
             _, width, columns = tree_mask.shape
             c = p - (kv_len - q_len) + columns - width
             if c >= 0 and not tree_mask[b, j, c]:
                 continue
+            at_row = int(metadata.q_starts[b]) + j
+            if c < 0 and window is not None and p <= int(metadata.positions[at_row]) - window:
+                continue
+        elif window is not None and p <= a - window:
+            continue
         seen.append(i)
     return seen
 
 
-def attend(q, k, v, *, scale, soft_cap=None):
+def attend(q, k, v, *, scale, soft_cap=None, sinks=None):
     """One row: q [H, D] over keys k [n, D] and values v [n, V], or k [n, H, D] and v [n, H, V].
 
-    Returns ``(out [H, V], lse [H])`` in float64; without keys, 0 and -inf.
+    Returns ``(out [H, V], lse [H])`` in float64; without keys, 0 and -inf. Sinks [H] are no part of the lse.
     """
     heads = q.shape[0]
     out, lse = np.zeros((heads, v.shape[-1])), np.full(heads, -np.inf)
@@ -47,12 +50,13 @@ def attend(q, k, v, *, scale, soft_cap=None):
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
         weights = np.exp(scores - scores.max())
-        out[h] = weights @ values / weights.sum()
+        sink = 0.0 if sinks is None else np.exp(float(sinks[h]) - scores.max())
+        out[h] = weights @ values / (weights.sum() + sink)
         lse[h] = scores.max() + np.log(weights.sum())
     return out, lse
 
 
-def mla_oracle(q_latent, q_rope, rows, metadata, spec, *, causal=True, tree_mask=None):
+def mla_oracle(q_latent, q_rope, rows, metadata, spec, *, causal=True, tree_mask=None, sinks=None):
     """Absorbed MLA over a paged cache.
 
     Args:
@@ -63,6 +67,7 @@ def mla_oracle(q_latent, q_rope, rows, metadata, spec, *, causal=True, tree_mask
         spec: kv_lora_rank, scale, window, soft_cap.
         causal: whether a row sees no key after its own.
         tree_mask: bool [B, S, M].
+        sinks: [H].
 
     Returns:
         ``(out [T, H, R], lse [T, H])`` in float64; 0 and -inf on rows that see no key or that nobody owns.
@@ -70,8 +75,31 @@ def mla_oracle(q_latent, q_rope, rows, metadata, spec, *, causal=True, tree_mask
     q = np.concatenate([_float64(q_latent), _float64(q_rope)], axis=-1)
     out, lse = np.zeros((*q.shape[:2], spec.kv_lora_rank)), np.full(q.shape[:2], -np.inf)
     for t, keys in _mla_rows(rows, metadata, spec, causal, tree_mask):
-        out[t], lse[t] = attend(q[t], keys, keys[:, : spec.kv_lora_rank], scale=spec.scale, soft_cap=spec.soft_cap)
+        values, rules = keys[:, : spec.kv_lora_rank], {"scale": spec.scale, "soft_cap": spec.soft_cap, "sinks": sinks}
+        out[t], lse[t] = attend(q[t], keys, values, **rules)
     return out, lse
+
+
+def gqa_oracle(q, k, v, metadata, spec, *, causal=True, tree_mask=None, sinks=None):
+    """Grouped-query attention over a paged cache, head h served by ``h * K // H``.
+
+    Args:
+        q: [T, H, D].
+        k, v: pages of one layer, [N, P, K, D] and [N, P, K, V].
+        metadata, spec, causal, tree_mask, sinks: as of ``mla_oracle``.
+
+    Returns:
+        ``(out [T, H, V], lse [T, H], largest visible |v| [T, H])`` in float64.
+    """
+    q, k, v = _float64(q), _float64(k), _float64(v)
+    group = q.shape[1] // k.shape[2]
+    out, lse = np.zeros((*q.shape[:2], v.shape[-1])), np.full(q.shape[:2], -np.inf)
+    v_max, rules = np.zeros(q.shape[:2]), {"scale": spec.scale, "soft_cap": spec.soft_cap, "sinks": sinks}
+    for t, pages, offsets in _seen(k.shape[:2], metadata, spec, causal, tree_mask):
+        keys, values = (np.repeat(x[pages, offsets], group, axis=1) for x in (k, v))
+        out[t], lse[t] = attend(q[t], keys, values, **rules)
+        v_max[t] = np.abs(values).max(axis=(0, 2), initial=0)
+    return out, lse, v_max
 
 
 def mla_v_max(num_rows, rows, metadata, spec, *, causal=True, tree_mask=None):
@@ -84,7 +112,13 @@ def mla_v_max(num_rows, rows, metadata, spec, *, causal=True, tree_mask=None):
 
 def _mla_rows(rows, metadata, spec, causal, tree_mask):
     """Each owned row t with the cached rows [n, C] it sees."""
-    table, page_size = np.asarray(metadata.page_table), rows.shape[1]
+    for t, pages, offsets in _seen(rows.shape[:2], metadata, spec, causal, tree_mask):
+        yield t, _float64(rows[pages, offsets])
+
+
+def _seen(pool, metadata, spec, causal, tree_mask):
+    """Each owned row t with the pages and offsets of the keys it sees; ``pool`` is (N, P)."""
+    (num_pages, page_size), table = pool, np.asarray(metadata.page_table)
     for b, q_len in enumerate(np.asarray(metadata.q_lens).tolist()):
         for j in range(q_len):
             slots = visible_slots(
@@ -96,13 +130,15 @@ def _mla_rows(rows, metadata, spec, causal, tree_mask):
                 causal=causal,
                 tree_mask=None if tree_mask is None else np.asarray(tree_mask),
             )
-            pages = [int(table[b, i // page_size]) for i in slots]
-            assert all(0 <= page < rows.shape[0] for page in pages), f"request {b} sees a page outside the pool"
-            keys = [rows[page, i % page_size] for page, i in zip(pages, slots, strict=True)]
-            yield int(metadata.q_starts[b]) + j, _float64(keys).reshape(len(keys), rows.shape[2])
+            slots = np.asarray(slots, int)
+            pages = table[b, slots // page_size]
+            assert ((pages >= 0) & (pages < num_pages)).all(), f"request {b} sees a page outside the pool"
+            yield int(metadata.q_starts[b]) + j, pages, slots % page_size
 
 
-def ragged_oracle(q, k, v, *, q_starts, q_lens, kv_starts, kv_lens, scale, causal=True, window=None, soft_cap=None):
+def ragged_oracle(
+    q, k, v, *, q_starts, q_lens, kv_starts, kv_lens, scale, causal=True, window=None, soft_cap=None, sinks=None
+):
     """Attention over packed, unpaged keys: q [T, H, D], k [Tk, K, D], v [Tk, K, V], head h served by ``h * K // H``.
 
     Returns:
@@ -113,7 +149,7 @@ def ragged_oracle(q, k, v, *, q_starts, q_lens, kv_starts, kv_lens, scale, causa
     group = q.shape[1] // k.shape[1]
     for t, first, last in _ragged_rows(q_starts, q_lens, kv_starts, kv_lens, causal, window):
         keys, values = np.repeat(k[first:last], group, axis=1), np.repeat(v[first:last], group, axis=1)
-        out[t], lse[t] = attend(q[t], keys, values, scale=scale, soft_cap=soft_cap)
+        out[t], lse[t] = attend(q[t], keys, values, scale=scale, soft_cap=soft_cap, sinks=sinks)
     return out, lse
 
 

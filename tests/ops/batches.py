@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,15 +16,19 @@ def moved(batch, seed):
     rng = np.random.default_rng(seed)
     pool, m = batch.pool, batch.metadata
     place = rng.permutation(pool.num_pages)
-    data = np.asarray(pool.data).reshape(pool.num_layers, pool.num_pages, *pool.data.shape[1:]).copy()
-    data[:, place] = data.copy()
+
+    def shuffled(array):
+        data = np.asarray(array).reshape(pool.num_layers, pool.num_pages, *array.shape[1:]).copy()
+        data[:, place] = data.copy()
+        return jnp.asarray(data.reshape(array.shape))
+
     table = np.asarray(m.page_table)
     held = np.arange(table.shape[1]) * pool.page_size < np.asarray(m.kv_lens)[:, None]
     tails = rng.integers(INT32.min, INT32.max, table.shape)
     table = np.where(held, place[np.where(held, table, 0)], tails)
     return dataclasses.replace(
         batch,
-        pool=dataclasses.replace(pool, data=jnp.asarray(data.reshape(pool.data.shape))),
+        pool=jax.tree.map(shuffled, pool),
         metadata=dataclasses.replace(m, page_table=jnp.asarray(table, jnp.int32)),
     )
 

@@ -42,7 +42,7 @@ class Contract:
     dtypes: tuple[str, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     head_counts: tuple[int, ...] | None = None
-    window = soft_cap = non_causal = offsets = strides = tree = batch_invariant = True
+    window = soft_cap = sinks = non_causal = offsets = strides = tree = batch_invariant = True
 
     # Given by the contract of an op
 
@@ -82,29 +82,33 @@ class Contract:
             del shapes["num_rows"]
         return self.make_batch(seed, **{**shapes, **sizes})
 
-    def attend(self, batch, *, layer=None, causal=True, tree_mask=None, batch_invariant=False, out_dtype=None):
-        """``(out, lse)``, jitted."""
+    def attend(
+        self, batch, *, layer=None, causal=True, tree_mask=None, sinks=None, batch_invariant=False, out_dtype=None
+    ):
+        """``(out, lse)``, jitted; None for the lse with sinks."""
         return _compiled(type(self), promised=batch_invariant)(
             batch.queries,
             batch.pool,
             batch.metadata,
             np.int32(batch.layer if layer is None else layer),
             tree_mask,
+            sinks,
             spec=batch.spec,
             causal=causal,
             batch_invariant=batch_invariant,
             out_dtype=out_dtype,
         )
 
-    def reason(self, batch, *, causal=True, tree_mask=None, batch_invariant=False, **_):
+    def reason(self, batch, *, causal=True, tree_mask=None, sinks=None, batch_invariant=False, **_):
         """Why the implementation refuses a call, by its own predicate."""
         (implementation,) = (i for i in self.implementations() if i.name == self.implementation)
-        call = self.described(batch, causal=causal, tree=tree_mask is not None, batch_invariant=batch_invariant)
+        flags = {"tree": tree_mask is not None, "sinks": sinks is not None, "batch_invariant": batch_invariant}
+        call = self.described(batch, causal=causal, **flags)
         return implementation.supports(call, current_device())
 
-    def check(self, batch, *, served=True, layer=None, causal=True, tree_mask=None, **options):
+    def check(self, batch, *, served=True, layer=None, causal=True, tree_mask=None, sinks=None, **options):
         """Holds a call against the oracle or, where it is not served, expects the refusal and its reason."""
-        seen = {"layer": layer, "causal": causal, "tree_mask": tree_mask}
+        seen = {"layer": layer, "causal": causal, "tree_mask": tree_mask, "sinks": sinks}
         reason = self.reason(batch, **seen, **options)
         if not served:
             assert reason is not None
@@ -302,6 +306,12 @@ class Softmax:
     def test_soft_cap(self):
         self.check(self.batch(16, soft_cap=0.8, scale=1.0), served=self.soft_cap)
 
+    def test_sinks(self):
+        """Of each head its own, none and infinite ones among them; rows without keys are still 0."""
+        batch = self.batch(31, soft_cap=0.8 if self.soft_cap else None, layout="packed")
+        sinks = np.resize(np.asarray([1.5, -np.inf, np.inf, -2.0], np.float32), batch.out_shape[1])
+        self.check(batch, sinks=jnp.asarray(sinks), served=self.sinks)
+
 
 class Visibility:
     """Windows, calls that are not causal, positions with strides and offsets."""
@@ -387,6 +397,16 @@ class Trees:
             batch = self.batch(23, layout=layout)
             self.check(batch, tree_mask=jnp.asarray(random_tree(rng, batch, earlier)), served=self.tree)
 
+    def test_tree_with_a_window(self):
+        """The prefix is seen from the row's own position, which siblings share; the mask's columns by their bits."""
+        rng = np.random.default_rng(32)
+        batch = self.batch(32, window=9, layout="packed")
+        m, positions = batch.metadata, np.asarray(batch.metadata.positions).copy()
+        for start, q_len, kv_len in zip(*(np.asarray(x) for x in (m.q_starts, m.q_lens, m.kv_lens)), strict=True):
+            positions[start : start + q_len] = np.maximum(kv_len - q_len + np.array([0, 1, 1, 2, 2, 3])[:q_len], 0)
+        batch = dataclasses.replace(batch, metadata=dataclasses.replace(m, positions=jnp.asarray(positions)))
+        self.check(batch, tree_mask=jnp.asarray(random_tree(rng, batch, 3)), served=self.tree and self.window)
+
     def test_tree_that_hides_everything(self):
         """Rows of a request without prefix, with no bit set, see no key."""
         if not self.tree:
@@ -437,8 +457,8 @@ class Invariance:
 def _compiled(tests, *, promised):
     """One compilation cache per implementation under test: a subclass may patch what a trace reads."""
 
-    def attend(queries, pool, metadata, layer, tree_mask, *, spec, causal, batch_invariant, out_dtype):
-        return tests.op(
+    def attend(queries, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype):
+        result = tests.op(
             queries,
             pool,
             metadata,
@@ -446,11 +466,13 @@ def _compiled(tests, *, promised):
             layer=layer,
             causal=causal,
             tree_mask=tree_mask,
-            return_lse=True,
+            sinks=sinks,
+            return_lse=sinks is None,
             out_dtype=out_dtype,
             implementation=tests.implementation,
             batch_invariant=batch_invariant,
         )
+        return result if sinks is None else (result, None)
 
     return jax.jit(
         attend,

@@ -135,6 +135,9 @@ def test_the_call_without_changes_is_right(call):
         ({"tree_mask": [[[True]]]}, "tree_mask is a list, must be an array"),
         ({"q_latent": [1.0]}, "q_latent is a list, must be an array"),
         ({"tree_mask": zeros(2, 2, dtype=bool)}, r"tree_mask has shape \(2, 2\), must be \[B, S, M\]"),
+        ({"sinks": zeros(3)}, r"sinks has shape \(3,\), must be \(2,\): \[H\], query heads"),
+        ({"sinks": zeros(2, dtype=int)}, "sinks has dtype int32, must be a floating"),
+        ({"sinks": zeros(2), "return_lse": True}, r"sinks with return_lse=True: .* merge_states\(sinks=\)"),
         ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),
     ],
 )
@@ -189,9 +192,9 @@ def test_narrow_static_sizes(dtype):
     assert [type(getattr(planned, name)) for name in sizes] == [int] * 3
 
 
-def test_a_tree_with_a_window_is_not_supported(call):
-    with pytest.raises(NotImplementedError, match="tree_mask with window=3"):
-        call(tree_mask=zeros(2, 2, 2, dtype=bool), spec={"window": 3})
+def test_a_window_holds_a_trees_columns(call):
+    with pytest.raises(ValueError, match=r"window=1 with tree_mask \[2, 2, 2\]: must be at least M"):
+        call(tree_mask=zeros(2, 2, 2, dtype=bool), spec={"window": 1})
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

@@ -27,7 +27,7 @@ class TestMosaicGPU(MLATests):
     }
     dtypes = ("bfloat16",)
     latents = ((512, 64), (512, 0))
-    window = soft_cap = False
+    window = soft_cap = sinks = False
 
     @staticmethod
     def choose_kernel(rows: int, **_) -> tuple[str, int]:

@@ -1,0 +1,17 @@
+"""Grouped-query attention over a paged cache, the specification (arXiv:2305.13245)."""
+
+import jax.numpy as jnp
+
+from mla_attn.cache import read_kv
+from mla_attn.reference.dense import attend_paged
+
+
+def gqa_attention(q, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype):
+    """``(out [T, H, V], lse float32 [T, H])``: gathers every key that a table has room for."""
+    del batch_invariant  # refused before
+    table = metadata.page_table
+    starts, keys = jnp.zeros_like(metadata.kv_lens), table.shape[1] * pool.page_size
+    k, v = read_kv(pool, table, starts, keys, layer=layer)
+    rules = {"spec": spec, "causal": causal, "tree_mask": tree_mask, "sinks": sinks}
+    out, lse = attend_paged(q, k, v, metadata, **rules)
+    return out.astype(out_dtype), lse
