@@ -11,7 +11,7 @@ then finds the request's last, partly filled page unshared, by construction. The
 return how many leading tokens still have rows; the caller computes the others again, or copies them on the device.
 
 A prefix cache (``mla_attn.cache.prefix``) holds full pages by themselves, beside the requests that do: ``hold`` and
-``release``; ``adopt`` begins a request with such pages.
+``unhold``; ``adopt`` begins a request with such pages.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from mla_attn.checks import check_integer
+from mla_attn.checks import INT32_MAX, check_integer
 
 
 class OutOfPages(RuntimeError):
@@ -39,8 +39,9 @@ class OutOfPages(RuntimeError):
 
 @dataclasses.dataclass
 class _Request:
-    row: np.ndarray  # i32[table_width]: its pages in order of position, -1 after them
-    length: int  # tokens it has room for; its pages are row[: ceil(length / page_size)]
+    row: np.ndarray  # i32[table_width]: its pages from page ``first`` on in order of position, -1 after them
+    length: int  # tokens it has room for; its pages end at page ceil(length / page_size)
+    first: int = 0  # pages released
 
 
 class PageAllocator:
@@ -83,11 +84,11 @@ class PageAllocator:
         """Gives a request room for ``num_tokens`` tokens in all; its pages so far stay where they are.
 
         Raises:
-            ValueError: ``request`` is not live, or ``num_tokens`` is not in length .. table_width * page_size.
+            ValueError: ``request`` is not live, or ``num_tokens`` is not in length .. offset + table_width * page_size.
             OutOfPages: too few pages are free.
         """
         found = self._find("request", request)
-        self._check_tokens(num_tokens, least=found.length)
+        self._check_tokens(num_tokens, least=found.length, first=found.first)
         self._extend(found, num_tokens)
 
     def truncate(self, request: Hashable, num_tokens: int) -> int:
@@ -101,12 +102,12 @@ class PageAllocator:
             such as those of accepted tokens, are ever passed to ``fork``.
 
         Raises:
-            ValueError: ``request`` is not live, or ``num_tokens`` is not in 0 .. length.
+            ValueError: ``request`` is not live, or ``num_tokens`` is not in offset .. length.
         """
         found = self._find("request", request)
-        self._check_tokens(num_tokens, most=found.length)
+        self._check_tokens(num_tokens, least=found.first * self.page_size, most=found.length)
         full, partial = divmod(int(num_tokens), self.page_size)
-        if partial and self._holders[found.row[full]] > 1:
+        if partial and self._holders[found.row[full - found.first]] > 1:
             partial = 0
         self._release(found, full + (partial > 0))
         found.length = full * self.page_size + partial
@@ -124,41 +125,82 @@ class PageAllocator:
             Rows from there on the child must compute, or copy from the parent.
 
         Raises:
-            ValueError: ``parent`` is not live, ``child`` is, or ``num_tokens`` is not in 0 .. length of ``parent``.
+            ValueError: ``parent`` is not live, ``child`` is, or ``num_tokens`` is not in offset .. length of
+                ``parent``.
         """
         found = self._find("parent", parent)
         self._check_new("child", child)
-        self._check_tokens(num_tokens, most=found.length)
+        self._check_tokens(num_tokens, least=found.first * self.page_size, most=found.length)
         full = int(num_tokens) // self.page_size
-        row = np.full_like(found.row, -1)
-        row[:full] = found.row[:full]
-        self._holders[row[:full]] += 1
-        self._requests[child] = _Request(row, full * self.page_size)
+        row, shared = np.full_like(found.row, -1), found.row[: full - found.first]
+        row[: len(shared)] = shared
+        self._holders[shared] += 1
+        self._requests[child] = _Request(row, full * self.page_size, found.first)
         return full * self.page_size
 
     def adopt(self, request: Hashable, pages: Sequence[int]) -> None:
         """Adds a request whose first pages are ``pages``, which others hold too; each is full.
 
+        The first may be -1: as if they had been released.
+
         Raises:
             ValueError: ``request`` is live, a page is free, or there are more than ``table_width`` of them.
         """
         self._check_new("request", request)
+        length = len(pages) * self.page_size
+        first = next((i for i, page in enumerate(pages) if page != -1), len(pages))
+        pages = pages[first:]
         check_integer("len(pages)", len(pages), 0, self.table_width)
         self._check_all_held(pages)
         row = np.full(self.table_width, -1, np.int32)
         row[: len(pages)] = pages
         self._holders[row[: len(pages)]] += 1
-        self._requests[request] = _Request(row, len(pages) * self.page_size)
+        self._requests[request] = _Request(row, length, first)
 
     def hold(self, page: int) -> None:
         """Holds a full page beside the requests that do, so that it outlives them; ValueError if it is free."""
         self._check_held(page)
         self._holders[page] += 1
 
-    def release(self, page: int) -> None:
+    def unhold(self, page: int) -> None:
         """Gives up a ``hold``: the page is free if nobody else holds it. ValueError if it is free already."""
         self._check_held(page)
         self._drop_holder(np.array([page]))
+
+    def release(self, request: Hashable, num_tokens: int) -> int:
+        """Drops the pages wholly below ``num_tokens``, which no row will see again; the others keep their tokens.
+
+        With a window, and c committed tokens, ``release(request, c - window + 1)`` is safe before a call whose first
+        row is at c, whatever drafts are rejected later. With S rows a call the table then needs ``ceil((window + S +
+        page_size - 2) / page_size)`` columns and no more.
+
+        Args:
+            request: a live one.
+            num_tokens: up to its length; below its offset nothing is dropped.
+
+        Returns:
+            The new ``offset``.
+
+        Raises:
+            ValueError: ``request`` is not live, or ``num_tokens`` exceeds its length.
+        """
+        found = self._find("request", request)
+        self._check_tokens(num_tokens, least=-INT32_MAX, most=found.length)
+        gone = max(int(num_tokens) // self.page_size - found.first, 0)
+        self._drop_holder(found.row[:gone])
+        found.row[:] = np.concatenate([found.row[gone:], np.full(gone, -1, np.int32)])
+        found.first += gone
+        return found.first * self.page_size
+
+    def offset(self, request: Hashable) -> int:
+        """Position of the first token that a request's table row has; ValueError if it is not live."""
+        return self._find("request", request).first * self.page_size
+
+    def offsets(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B"]:
+        """``offset`` of each request of a batch, for ``kv_offsets=``; 0 on padding. Errors as ``table``."""
+        found = [self.offset(request) for request in request_ids]
+        batch = len(found) if batch is None else check_integer("batch", batch, len(found))
+        return np.asarray(found + [0] * (batch - len(found)), np.int32)
 
     def free(self, request: Hashable) -> None:
         """Removes a request; pages that nobody else holds become free.
@@ -166,7 +208,8 @@ class PageAllocator:
         Raises:
             ValueError: ``request`` is not live.
         """
-        self._release(self._find("request", request), 0)
+        found = self._find("request", request)
+        self._release(found, found.first)
         del self._requests[request]
 
     def length(self, request: Hashable) -> int:
@@ -174,7 +217,8 @@ class PageAllocator:
         return self._find("request", request).length
 
     def table(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B W"]:
-        """Page table of a batch: row b lists the pages of ``request_ids[b]`` in order of position.
+        """Page table of a batch: row b lists the pages of ``request_ids[b]`` in order of position, from its
+        ``offset`` on.
 
         Entries past a request's length, and rows past the requests up to ``batch`` (default: their number), are -1. No
         op reads them, and a row that would be written there (a draft past the room) is dropped by the builders.
@@ -230,7 +274,7 @@ class PageAllocator:
             while len(found := self._free_between(self._lowest, end)) < needed:
                 end += end - self._lowest
             pages = found[:needed]
-            request.row[first:last] = pages
+            request.row[first - request.first : last - request.first] = pages
             self._holders[pages] = 1
             self._num_free -= needed
             self._lowest = int(pages[-1]) + 1
@@ -240,8 +284,8 @@ class PageAllocator:
         return begin + np.flatnonzero(self._holders[begin:end] == 0)
 
     def _release(self, request: _Request, keep: int) -> None:
-        """Drops all pages of a request but its first ``keep``. No other method drops pages of a request."""
-        pages = request.row[keep : self._num_pages(request.length)]
+        """Drops the pages of a request from page ``keep`` on."""
+        pages = request.row[keep - request.first : self._num_pages(request.length) - request.first]
         self._drop_holder(pages)
         pages[:] = -1
 
@@ -273,5 +317,6 @@ class PageAllocator:
         if request in self._requests:
             raise ValueError(f"{name}={request!r} must not be one of the {len(self._requests)} live requests")
 
-    def _check_tokens(self, num_tokens: int, *, least: int = 0, most: int | None = None) -> None:
-        check_integer("num_tokens", num_tokens, least, self.table_width * self.page_size if most is None else most)
+    def _check_tokens(self, num_tokens: int, *, least: int = 0, most: int | None = None, first: int = 0) -> None:
+        most = (first + self.table_width) * self.page_size if most is None else most
+        check_integer("num_tokens", num_tokens, least, most)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from mla_attn.cache.allocator import PageAllocator
-from mla_attn.checks import INT32_MAX, check_integer
+from mla_attn.checks import INT32_MAX, check_integer, check_window
 from mla_attn.text import shown
 
 
@@ -20,13 +20,15 @@ class PrefixCache:
 
     Args:
         pages: the allocator, whose requests share their pages with what is kept here.
+        window: keys that a row of its pool sees, itself included, where pages left of every window are released; None
+            for all. n tokens are then found where the pages of n - window + 1 .. n - 1 are kept, whatever came before.
 
     Attributes:
         held: int32 [N], 1 for each page that is kept here.
     """
 
-    def __init__(self, pages: PageAllocator):
-        self._pages = pages
+    def __init__(self, pages: PageAllocator, *, window: int | None = None):
+        self._pages, self._window = pages, check_window(window)
         self.held = np.zeros(pages.num_pages, np.int32)
         self._kept: dict[bytes, int] = {}  # page of each digest
         self._digest_of: dict[int, bytes] = {}  # the other way round
@@ -68,7 +70,9 @@ class PrefixCache:
             digests.append(digest)
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The longest kept run of pages that begins ``digests``."""
+        """The longest kept run of pages that begins ``digests``; -1 for those that a window leaves behind."""
+        if self._window is not None:
+            return self._find_in_window(digests, self._window)
         found = []
         for digest in digests:
             page = self._kept.get(digest)
@@ -77,10 +81,21 @@ class PrefixCache:
             found.append(page)
         return found
 
+    def _find_in_window(self, digests: Sequence[bytes], window: int) -> list[int]:
+        pages, size = [self._kept.get(digest, -1) for digest in digests], self._pages.page_size
+        best, begin, run = 0, 0, 0  # pages found, the first that is seen, kept pages in a row so far
+        for n, page in enumerate(pages, start=1):
+            run = run + 1 if page >= 0 else 0
+            seen = max(n * size - window + 1, 0) // size
+            if n - seen <= run:
+                best, begin = n, seen
+        return [-1] * begin + pages[begin:best]
+
     def num_available(self, found: Sequence[int]) -> int:
         """Pages that may be taken, free or idle, beside those ``found``."""
         idle = self._idle
-        return self._pages.num_free + int(np.count_nonzero(idle)) - int(np.count_nonzero(idle[list(found)]))
+        found = [page for page in found if page >= 0]
+        return self._pages.num_free + int(np.count_nonzero(idle)) - int(np.count_nonzero(idle[found]))
 
     def fork(self, request: Hashable, digests: Sequence[bytes]) -> int:
         """Adds ``request`` to the allocator with the longest kept run of pages that begins ``digests``.
@@ -93,7 +108,7 @@ class PrefixCache:
             Tokens that are shared, a multiple of the page size, 0 if none.
         """
         found = self.find(digests)
-        self._touch(found)
+        self._touch([page for page in found if page >= 0])
         self._pages.adopt(request, found)
         return len(found) * self._pages.page_size
 
@@ -107,8 +122,9 @@ class PrefixCache:
             digests: names of its first pages.
             begin: pages that were kept by an earlier call.
         """
-        row = self._pages.table([request])[0]
-        for page, digest in zip(row[begin:].tolist(), digests[begin:], strict=False):
+        row, first = self._pages.table([request])[0], self._pages.offset(request) // self._pages.page_size
+        begin = max(begin, first)
+        for page, digest in zip(row[begin - first :].tolist(), digests[begin:], strict=False):
             if digest not in self._kept:
                 self._pages.hold(page)
                 self._kept[digest], self._digest_of[page] = page, digest
@@ -142,7 +158,7 @@ class PrefixCache:
         page = self._kept.pop(digest)
         del self._digest_of[page]
         self.held[page] = 0
-        self._pages.release(page)
+        self._pages.unhold(page)
 
     def _touch(self, pages: Sequence[int]) -> None:
         """Marks pages as used, the first as used last: a beginning outlives what follows it."""

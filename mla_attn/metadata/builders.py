@@ -23,6 +23,8 @@ past ``max_q_len`` or ``max_len`` are dropped. Packed rows are where the caller 
 rows of those before it: at the sum of their ``q_lens`` as given, negative ones as 0, whatever becomes of their rows.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -40,6 +42,7 @@ def for_decode(
     active: Bool[Array, "B"] | Int[Array, "B"] | None = None,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
+    kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
     """Metadata of a decode call: one new token per request.
 
@@ -54,8 +57,11 @@ def for_decode(
             give zeros.
         page_map: int32 virtual-to-physical page ids, applied to the table and the slots; ids outside it stay unmapped
             and out of range.
+        kv_offsets: int32 [B], multiples of P: the position of each request's first key in the table, for pools that
+            hold the last pages of a request only (``PageAllocator.offsets``); 0 if None. Positions below it, or past
+            the table, write nothing; ``max_len`` may then exceed W * P, and is what the table reaches to if None.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
+    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
     seq_lens = layout.per_request("seq_lens", seq_lens)
     if active is not None:
         check_array("active", active)
@@ -79,6 +85,7 @@ def for_target_verify(
     depths: Int[Array, "*B S"] | None = None,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
+    kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
     """Metadata of a verify call: the anchor token and its drafts, judged by the target model.
 
@@ -96,8 +103,9 @@ def for_target_verify(
             ``prefix + j``, but its ``positions`` entry is ``prefix + depths[j]``. None for chains, where depth is j.
         max_len: as in ``for_decode``: drafts cached at or past it are dropped.
         page_map: as in ``for_decode``.
+        kv_offsets: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
+    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
     prefix_lens = layout.per_request("prefix_lens", prefix_lens)
     num_tokens = check_integer("num_tokens", num_tokens, 1, INT32_MAX)
     q_lens = jnp.full_like(prefix_lens, num_tokens) if q_lens is None else layout.per_request("q_lens", q_lens)
@@ -127,6 +135,7 @@ def for_draft_extend(
     num_rows: int | None = None,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
+    kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
     """Metadata of a draft-extend call: the accepted tokens of a verify step, run through the draft model.
 
@@ -140,8 +149,9 @@ def for_draft_extend(
         num_rows: dense block if None, else packed rows, as in ``for_target_verify``.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
+        kv_offsets: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
+    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
     return _extend(layout, seq_lens, q_lens, max_q_len=max_q_len, num_rows=num_rows)
 
 
@@ -156,6 +166,7 @@ def for_draft_decode(
     q_lens: Int[Array, "B"] | None = None,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
+    kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
     """Metadata of step ``step`` (0, 1, ...) of drafting: one more token of a chain, or one level of a draft tree.
 
@@ -171,8 +182,9 @@ def for_draft_decode(
         q_lens: ``num_tokens``, or 0 for a padding request; all ``num_tokens`` if None.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
+        kv_offsets: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
+    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
     seq_lens = layout.per_request("seq_lens", seq_lens)
     num_tokens = check_integer("num_tokens", num_tokens, 1, INT32_MAX)
     step = check_index("step", step, 0)
@@ -197,6 +209,7 @@ def for_extend(
     num_rows: int | None = None,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
+    kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
     """Metadata of an extend call: a prefill chunk of each prompt, on top of what is cached, which may be nothing.
 
@@ -210,8 +223,9 @@ def for_extend(
         num_rows: dense block if None, else packed rows, as in ``for_target_verify``.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
+        kv_offsets: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
+    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
     return _extend(layout, seq_lens, q_lens, max_q_len=max_q_len, num_rows=num_rows)
 
 
@@ -225,6 +239,7 @@ def for_mixed(
     num_rows: int,
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
+    kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
     """Metadata of a mixed call: decoding and extending requests packed in any order.
 
@@ -238,9 +253,62 @@ def for_mixed(
         num_rows: rows T of the call, as in ``for_target_verify``.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
+        kv_offsets: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map)
+    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
     return _extend(layout, seq_lens, q_lens, max_q_len=max_q_len, num_rows=num_rows)
+
+
+def for_encoder(
+    page_table: Int[Array, "B W"], encoder_lens: Int[Array, "B"], *, num_rows: int, page_size: int
+) -> Int[Array, "T"]:
+    """Slots that the rows of encoders go to, packed one request after the other, for ``write_kv``; -1 on padding.
+
+    Their number is not that of the queries, so they are no part of the metadata of ``for_cross_attention``.
+
+    Args:
+        page_table: page ids of each request.
+        encoder_lens: rows of each request's encoder; those past the table are dropped.
+        num_rows: rows T in all.
+        page_size: tokens per page P.
+    """
+    layout = PageLayout.of(page_table, page_size=page_size)
+    lens = layout.per_request("encoder_lens", encoder_lens)
+    most = page_table.shape[1] * layout.page_size
+    return _build(layout, prefix_lens=jnp.zeros_like(lens), q_lens=lens, max_q_len=most, num_rows=num_rows).slots
+
+
+def for_cross_attention(
+    page_table: Int[Array, "B W"],
+    encoder_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    max_q_len: int,
+    page_size: int,
+    num_rows: int | None = None,
+) -> AttentionMetadata:
+    """Rows that see all keys of an encoder and write none, for calls with ``causal=False``.
+
+    A request may have fewer keys than rows; one without keys gives zeros and -inf. Positions are 0.
+
+    Args:
+        page_table: page ids of each request's encoder.
+        encoder_lens: keys of each request, as ``for_encoder`` took them.
+        q_lens: rows of each request; 0 marks a padding request.
+        max_q_len: static bound S of ``q_lens``.
+        page_size: tokens per page P.
+        num_rows: dense block if None, else packed rows, as in ``for_target_verify``.
+    """
+    layout = PageLayout.of(page_table, page_size=page_size)
+    lens, q_lens = layout.per_request("encoder_lens", encoder_lens), layout.per_request("q_lens", q_lens)
+    rows = dataclasses.replace(layout, max_len=INT32_MAX)  # rows are not cached: the table does not bound them
+    m = _build(rows, prefix_lens=jnp.zeros_like(lens), q_lens=q_lens, max_q_len=max_q_len, num_rows=num_rows)
+    return dataclasses.replace(
+        m,
+        kv_lens=jnp.where(m.q_lens > 0, jnp.maximum(lens, 0), 0),
+        slots=jnp.full_like(m.slots, -1),
+        positions=jnp.zeros_like(m.positions),
+    )
 
 
 def _extend(layout: PageLayout, seq_lens, q_lens, *, max_q_len: int, num_rows: int | None) -> AttentionMetadata:
@@ -288,7 +356,7 @@ def _build(
         q_lens=q_lens,
         kv_lens=jnp.where(q_lens > 0, prefix_lens + q_lens, 0),
         page_table=layout.page_table,
-        kv_offsets=jnp.zeros(layout.batch, jnp.int32),
+        kv_offsets=jnp.zeros(layout.batch, jnp.int32) if layout.kv_offsets is None else layout.kv_offsets,
         slots=slots,
         positions=at,
         work=jnp.zeros(0, jnp.int32),

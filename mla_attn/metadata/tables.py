@@ -1,9 +1,9 @@
-"""Page tables made of the maps of other systems."""
+"""Page tables, page maps and tree masks made of the maps of other systems."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int, UInt8
 
-from mla_attn.checks import as_int32, check_integer
+from mla_attn.checks import as_int32, check_array, check_integer
 
 
 def page_table_from_tokens(
@@ -36,3 +36,90 @@ def page_table_from_tokens(
     width = most if table_width is None else check_integer("table_width", table_width, 1, most)
     firsts = req_to_token[:, : width * page_size : page_size]
     return jnp.take(firsts, request_ids, axis=0, mode="clip") // page_size
+
+
+def page_map_from_tokens(mapping: Int[Array, "slots"], page_size: int) -> Int[Array, "V"]:
+    """The ``page_map=`` of a token-granular map from the slots of one pool to those of another (sglang's of windowed
+    layers): ``mapping[p * P] // P``; -1 stays -1."""
+    mapping = as_int32("mapping", mapping)
+    if mapping.ndim != 1 or mapping.size == 0:
+        raise ValueError(f"mapping has shape {mapping.shape}, must be [slots], 1 at least")
+    page_size = check_integer("page_size", page_size, 1)
+    return mapping[::page_size] // page_size
+
+
+def page_table_from_packed(
+    pages: Int[Array, "n"], cu_kv_lens: Int[Array, "ends"], *, page_size: int, table_width: int
+) -> Int[Array, "B W"]:
+    """Page table of a packed list of pages (sglang-jax): request b begins at entry ``cu_kv_lens[b] / P``.
+
+    Args:
+        pages: page ids, one request's after the other's; entries past the last request's allowed.
+        cu_kv_lens: [B + 1], sums of the lengths before each request, each length rounded up to pages.
+        page_size: tokens per page P.
+        table_width: pages per request W; what a request has beyond is left out, what it lacks is -1.
+    """
+    return _from_packed(pages, cu_kv_lens, ("pages", "cu_kv_lens"), page_size, table_width, step=page_size)[0]
+
+
+def page_table_from_indices(
+    kv_indptr: Int[Array, "ends"], kv_indices: Int[Array, "n"], *, page_size: int, table_width: int
+) -> tuple[Int[Array, "B W"], Int[Array, "B"]]:
+    """Page table and lengths of a packed list of slots, one a token (FlashInfer's and sglang's ``kv_indptr`` and
+    ``kv_indices``): column j is ``kv_indices[kv_indptr[b] + j * P] // P`` while ``j * P < kv_len``, else -1.
+
+    Args:
+        kv_indptr: [B + 1], where each request's slots begin, and the last one's end.
+        kv_indices: slots (``page * P + offset``) of each token; entries past the last request's allowed.
+        page_size: tokens per page P.
+        table_width: pages per request W; a length beyond it stays, for ``check_metadata`` to find.
+
+    Returns:
+        ``(page_table, kv_lens)``.
+    """
+    firsts, lens = _from_packed(kv_indices, kv_indptr, ("kv_indices", "kv_indptr"), page_size, table_width, step=1)
+    return jnp.where(firsts < 0, -1, firsts // page_size), lens
+
+
+def _from_packed(entries, indptr, names: tuple[str, str], page_size: int, table_width: int, *, step: int):
+    """The entry of each page's first token, -1 past the end, and tokens of each request.
+
+    An entry of the list is ``step`` tokens.
+    """
+    entries, indptr = (as_int32(name, x) for name, x in zip(names, (entries, indptr), strict=True))
+    if entries.ndim != 1:
+        raise ValueError(f"{names[0]} has shape {entries.shape}, must be [n]")
+    if indptr.ndim != 1 or indptr.size == 0:
+        raise ValueError(f"{names[1]} has shape {indptr.shape}, must be [B + 1]")
+    page_size = check_integer("page_size", page_size, 1)
+    width = check_integer("table_width", table_width, 1)
+    lens = indptr[1:] - indptr[:-1]
+    tokens = jnp.arange(width, dtype=jnp.int32)[None] * page_size
+    found = jnp.take(entries, (indptr[:-1, None] + tokens) // step, mode="fill", fill_value=-1)
+    return jnp.where((tokens < lens[:, None]) & (indptr[:-1, None] >= 0), found, -1), lens
+
+
+def tree_mask_from_flat(
+    mask: Bool[Array, "n"] | UInt8[Array, "n"], prefix_lens: Int[Array, "B"], *, num_tokens: int
+) -> Bool[Array, "B S S"]:
+    """``tree_mask=`` of a flat mask (sglang's ``custom_mask``): request after request, row-major
+    [S, prefix_len + S], the columns of the prefix all true; its last S columns.
+
+    Args:
+        mask: bool or uint8; entries past the last request's allowed.
+        prefix_lens: committed tokens of each request; a negative one, of no request, has no rows in the mask.
+        num_tokens: rows S of each request.
+    """
+    check_array("mask", mask)
+    if mask.ndim != 1 or mask.dtype not in (jnp.bool_, jnp.uint8):
+        raise ValueError(f"mask is {mask.dtype}{list(mask.shape)}, must be bool or uint8 [n]")
+    prefix_lens = as_int32("prefix_lens", prefix_lens)
+    if prefix_lens.ndim != 1:
+        raise ValueError(f"prefix_lens has shape {prefix_lens.shape}, must be [B]")
+    rows = check_integer("num_tokens", num_tokens, 1)
+    widths = jnp.where(prefix_lens < 0, 0, prefix_lens + rows)
+    starts = jnp.cumsum(widths * rows, dtype=jnp.int32) - widths * rows
+    row = jnp.arange(rows, dtype=jnp.int32)
+    index = (starts[:, None] + row[None] * widths[:, None] + prefix_lens[:, None])[:, :, None] + row[None, None]
+    bits = jnp.take(jnp.asarray(mask, bool), index, mode="fill", fill_value=False)
+    return bits & (widths > 0)[:, None, None]
