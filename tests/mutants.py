@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant("the environment as it was at the first call", "mla_attn/steps/entry.py", '"implementation": requested(implementation)', '"implementation": implementation', STEPS + "::test_the_environment_is_read_at_every_call"),
     Mutant("one device's program for another's", "mla_attn/dispatch.py", "if (target := _target.value) is not None:", "if (target := None) is not None:", "tests/ops/test_eager.py::test_programs_of_one_device_are_not_taken_for_another"),
     Mutant("layers traced before they are checked", "mla_attn/steps/entry.py", 'if "layer" in kwargs and hasattr(pool, "placement"):', "if False:", STEPS + "::test_errors_of_absorbed_modes"),
-    Mutant("query scaling off by one", "mla_attn/steps/mla.py", "(positions // self.original_max_position)", "((positions + 1) // self.original_max_position)", STEPS),
+    Mutant("query scaling off by one", "mla_attn/steps/scaling.py", "(positions // self.original_max_position)", "((positions + 1) // self.original_max_position)", STEPS),
     Mutant("placeholder draft accepted", "mla_attn/speculative/acceptance.py", "right = (drafts == targets[:, :-1]) & (drafts >= 0)", "right = ((drafts == targets[:, :-1]) | (drafts < 0))", "tests/speculative/test_acceptance.py"),
     Mutant("reference count not given back", "cache/allocator.py", "self._holders[pages] -= 1", "self._holders[pages] -= 0", PAGES + "TestPageMachine"),
     Mutant("a partial page shared", "cache/allocator.py", "full = int(num_tokens) // self.page_size", "full = -(-int(num_tokens) // self.page_size)", PAGES + "test_fork_shares_full_pages_only_and_growing_writes_none_of_them"),
@@ -163,6 +163,16 @@ MUTANTS = (
     Mutant("profiles of a hot device", "mla_attn/bench/ops/run.py", "        timing.rest()\n        profiles", "        profiles", "tests/bench/test_ops.py::test_kernel_time_is_the_median_of_profiles_of_a_rested_device"),
     Mutant("a tree's rows of the neighbour", MOSAIC, "dtype=jnp.int32) - m.q_starts[owner]", "dtype=jnp.int32) - m.q_starts[owner] + 1", ADAPTER + "test_tree_words"),
     Mutant("a mask's last word forgotten", "pallas_kernels/tree_words.py", "words = -(-keys // BITS)", "words = max(keys // BITS, 1)", ADAPTER + "test_tree_words"),
+    Mutant("a sink counted twice", "mla_attn/xla/blockwise.py", "out * share[..., None])", "out * share[..., None] ** 2)", "tests/ops/test_gqa.py::TestXLA::test_sinks"),
+    Mutant("a tree's window from where its row is cached", "mla_attn/xla/blockwise.py", "return jnp.maximum(batch.positions[at], 0)", "return jnp.maximum(batch.positions[at] + 1, 0)", "tests/ops/test_gqa.py::test_a_tree_with_a_window"),
+    Mutant("a window hides a tree's own columns", "mla_attn/xla/blockwise.py", "visible &= in_mask | (p >", "visible &= (p >", "tests/ops/test_gqa.py::TestXLA::test_tree_with_a_window"),
+    Mutant("heads read by turns, not by groups", "mla_attn/xla/blockwise.py", "q_tile = q_tile.swapaxes(1, 2).reshape(plan.lanes, kv_heads,", "q_tile = q_tile.swapaxes(2, 3).swapaxes(1, 2).reshape(plan.lanes, kv_heads,", "tests/ops/test_gqa.py::test_heads_read_the_head_of_their_group"),
+    Mutant("pages of heads read as pages of tokens", "mla_attn/xla/paged.py", "jnp.moveaxis(rows, 1, token_axis)", "rows", "tests/ops/test_gqa.py::TestXLA::test_layouts"),
+    Mutant("a value read for a key", "cache/kv.py", "rows[0][..., 0, :], rows[0][..., 1, :]", "rows[0][..., 1, :], rows[0][..., 0, :]", "tests/cache/test_kv.py"),
+    Mutant("a windowed table cut from its own beginning", "mla_attn/xla/paged.py", "phases=pages % (block // pool.page_size) * pool.page_size", "phases=pages * 0", "tests/steps/test_gqa.py::test_a_windowed_pool_is_as_good_as_a_full_one"),
+    Mutant("the offset of a table forgotten", "mla_attn/metadata/layout.py", "positions >= offsets, positions - offsets", "positions >= offsets, positions", "tests/metadata/test_windows.py"),
+    Mutant("a page released that a row still sees", "cache/allocator.py", "gone = max(int(num_tokens) // self.page_size - found.first, 0)", "gone = max(-(-int(num_tokens) // self.page_size) - found.first, 0)", "tests/cache/test_windows.py"),
+    Mutant("a prefix found without its last page but one", "cache/prefix.py", "if n - seen <= run:", "if n - seen <= run + 1:", "tests/cache/test_windows.py"),
 )
 # fmt: on
 

@@ -17,6 +17,19 @@ from mla_attn.varying import vary_together
 State = tuple[Float[Array, "T H V"], Float[Array, "T H"]]  # (out, lse), both float32
 
 
+def fresh_rows(metadata: AttentionMetadata) -> RaggedMetadata:
+    """This call's rows as queries and as keys."""
+    m = metadata
+    return RaggedMetadata(
+        q_starts=m.q_starts,
+        q_lens=m.q_lens,
+        kv_starts=m.q_starts,
+        kv_lens=m.q_lens,
+        max_q_len=m.max_q_len,
+        max_kv_len=m.max_q_len,
+    )
+
+
 def attend_fresh(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -27,20 +40,11 @@ def attend_fresh(
     implementation: Order,
 ) -> State:
     """This call's rows over this call's keys."""
-    m = metadata
-    rows = RaggedMetadata(
-        q_starts=m.q_starts,
-        q_lens=m.q_lens,
-        kv_starts=m.q_starts,
-        kv_lens=m.q_lens,
-        max_q_len=m.max_q_len,
-        max_kv_len=m.max_q_len,
-    )
     out, lse = ragged_attention(
         q,
         k,
         v,
-        rows,
+        fresh_rows(metadata),
         scale=spec.scale,
         window=spec.window,
         soft_cap=spec.soft_cap,

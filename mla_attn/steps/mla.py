@@ -1,4 +1,4 @@
-"""The jitted entry points, one a mode, for one layer of any model.
+"""The jitted entry points of MLA, one a mode, for one layer of any model.
 
 Each writes this call's rows into the cache, attends, and returns ``(out, pool)``. Specs are static and the pool is
 donated; inside an outer ``jit`` they inline and the outer one donates.
@@ -8,13 +8,11 @@ Absorbed steps attend over the paged cache: ``decode``, ``target_verify``, ``dra
 per-head keys and values, which costs fewer operations for many rows.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool, write_latent
-from mla_attn.checks import INT32_MAX, check_integer, check_number, check_shape, check_type
+from mla_attn.checks import check_integer, check_shape, check_type
 from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.checks import check_paged_metadata, check_pool
@@ -23,28 +21,9 @@ from mla_attn.ops.mla import mla_attention
 from mla_attn.ops.ragged import check_heads
 from mla_attn.specs import MLASpec
 from mla_attn.steps.entry import entry_point
+from mla_attn.steps.scaling import QueryScaling, scaled
 
 PREFIX_CHUNK = 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QueryScaling:
-    """Queries scaled by their position, as Llama 4 does to sharpen attention over long contexts.
-
-    A query at position p is multiplied by ``1 + beta * ln(1 + floor(p / original_max_position))``.
-    """
-
-    beta: float
-    original_max_position: int
-
-    def __post_init__(self):
-        object.__setattr__(self, "beta", check_number("beta", self.beta))
-        most = check_integer("original_max_position", self.original_max_position, 1, INT32_MAX)
-        object.__setattr__(self, "original_max_position", most)
-
-    def factors(self, positions: Int[Array, "T"]) -> Float[Array, "T"]:
-        """float32 factor of each row."""
-        return 1.0 + self.beta * jnp.log1p((positions // self.original_max_position).astype(jnp.float32))
 
 
 _STATIC = ("spec", "query_scaling", "return_lse")
@@ -71,7 +50,7 @@ def _absorbed_step(name: str, summary: str):
         batch_invariant: bool = False,
     ) -> tuple[Float[Array, "T H R"], LatentPool] | tuple[Float[Array, "T H R"], Float[Array, "T H"], LatentPool]:
         pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
-        q_latent, q_rope = (_scaled(q, metadata, query_scaling) for q in (q_latent, q_rope))
+        q_latent, q_rope = (scaled(q, metadata, query_scaling) for q in (q_latent, q_rope))
         out, lse = mla_attention(
             q_latent,
             q_rope,
@@ -126,13 +105,6 @@ absorbed_extend = _absorbed_step(
 )
 
 
-def _scaled(q, metadata, query_scaling):
-    if query_scaling is None:
-        return q
-    factors = query_scaling.factors(metadata.positions)[:, None, None]
-    return (q.astype(jnp.float32) * factors).astype(q.dtype)
-
-
 @entry_point(*_STATIC)
 def prefill(
     q: Float[Array, "T H D"],
@@ -176,7 +148,7 @@ def prefill(
     """
     metadata = _check_expanded(q, k, v, pool, metadata, spec)
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
-    out, lse = attend_fresh(_scaled(q, metadata, query_scaling), k, v, metadata, spec, implementation=implementation)
+    out, lse = attend_fresh(scaled(q, metadata, query_scaling), k, v, metadata, spec, implementation=implementation)
     out = out.astype(q.dtype)
     return (out, lse, pool) if return_lse else (out, pool)
 
@@ -243,7 +215,7 @@ def extend(
     for name, array in (("w_uk", w_uk), ("w_uv", w_uv)):
         check_type(name, array, jnp.floating)
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
-    q = _scaled(q, metadata, query_scaling)
+    q = scaled(q, metadata, query_scaling)
     out, lse = add_prefix(
         attend_fresh(q, k, v, metadata, spec, implementation=implementation),
         q,

@@ -69,6 +69,7 @@ class Batch:
     kv_offsets: Int[Array, "B"]
     kv_stride: int
     positions: Any = None  # int32 [T], for trees with a window
+    phases: Any = None  # int32 [B], where in a block each table begins; 0 if None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,7 @@ def blockwise_attention(
         block = first[tile] + item - (ends[tile] - count[tile])
         request, start = tile // plan.tiles, tile % plan.tiles * plan.tile
         visible = _visible(batch, plan, rules, request, start, block) & alive[:, None, None]
-        k, v = fetch(request, block * plan.block, visible.any(axis=1))
+        k, v = fetch(request, _first_key(batch, plan, request, block), visible.any(axis=1))
         q_rows = (batch.q_starts[request] + start)[:, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None]
         q_tile = q[jnp.clip(q_rows, 0, rows - 1)].reshape(plan.lanes, plan.tile, kv_heads, group, -1)
         q_tile = q_tile.swapaxes(1, 2).reshape(plan.lanes, kv_heads, plan.tile * group, -1)
@@ -178,7 +179,11 @@ def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "t
     def key_index(position):  # index in the table of the first key at `position` or after it
         distance = jnp.maximum(position, offsets) - offsets
         distance = jnp.where(distance < 0, INT32_MAX, distance)  # a negative offset made it wrap
-        return -(-distance // batch.kv_stride)
+        index = -(-distance // batch.kv_stride)
+        if batch.phases is None:
+            return index
+        phase = batch.phases[:, None]
+        return jnp.where(index > 0, jnp.minimum(index, INT32_MAX - phase) + phase, 0)
 
     first = jnp.minimum(key_index(begin) // plan.block, plan.blocks)
     stop_block = jnp.minimum(-(-key_index(stop) // plan.block), plan.blocks)
@@ -188,12 +193,14 @@ def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "t
 
 def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> Bool[Array, "lanes tile n"]:
     """Which keys of its block each row of a lane's tile sees."""
-    slots = (block * plan.block)[:, None] + jnp.arange(plan.block, dtype=jnp.int32)[None]
+    slots = _first_key(batch, plan, request, block)[:, None] + jnp.arange(plan.block, dtype=jnp.int32)[None]
     p = (batch.kv_offsets[request][:, None] + slots * batch.kv_stride)[:, None, :]
     row = (start[:, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None])[:, :, None]
     kv_len, q_len = (x[request][:, None, None] for x in (batch.kv_lens, batch.q_lens))
     at = kv_len - q_len + row
     visible = (row < q_len) & (p < kv_len)
+    if batch.phases is not None:
+        visible &= (slots >= 0)[:, None, :]
     if rules.causal:
         visible &= p <= at
     if rules.window is not None and rules.tree_mask is None:
@@ -206,6 +213,12 @@ def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> B
             in_mask = (after_prefix + columns - width >= 0)[:, None, :]
             visible &= in_mask | (p > _positions(batch, request[:, None, None], row) - rules.window)
     return visible
+
+
+def _first_key(batch: Batch, plan: Plan, request, block):
+    """Index in its table of a block's first key; below 0 where the table begins inside the block."""
+    first = block * plan.block
+    return first if batch.phases is None else first - batch.phases[request]
 
 
 def _positions(batch: Batch, request, row):

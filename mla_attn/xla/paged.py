@@ -1,5 +1,6 @@
 """Blockwise attention over paged rows, whatever they are."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -28,17 +29,22 @@ def paged_attention(
     """``(out, lse)``, both float32, of queries [T, H, D] over pages that ``read`` takes; ``values`` is (K, V).
 
     With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a
-    block that depends on the page size alone: every row then goes through the same products in the same order.
-    ``config`` says how work is cut; by platform if None.
+    block that depends on the page size alone, from position 0 on: every row then goes through the same products in the
+    same order. ``config`` says how work is cut; by platform if None.
     """
     m = metadata
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride, m.positions)
-    keys = m.page_table.shape[1] * pool.page_size
+    table_keys = m.page_table.shape[1] * pool.page_size
 
     def run(config: Config):
         # Whole pages: a block is then a few contiguous pieces of memory.
         block = pool.page_size * max(1, config.block_keys // pool.page_size)
-        if not batch_invariant:
+        cut, keys = batch, table_keys
+        if batch_invariant:  # a table that begins later is cut where a whole one is
+            pages = m.kv_offsets // (m.kv_stride * pool.page_size)
+            cut = dataclasses.replace(batch, phases=pages % (block // pool.page_size) * pool.page_size)
+            keys += block
+        else:
             block = min(block, keys)
         plan = make_plan(
             config,
@@ -50,7 +56,7 @@ def paged_attention(
             tile=1 if batch_invariant else None,
         )
         fetch = _fetch(read, values[1], pool, m.page_table, layer, block)
-        return blockwise_attention(q, fetch, values, batch, plan, rules)
+        return blockwise_attention(q, fetch, values, cut, plan, rules)
 
     return by_platform(config, run)
 

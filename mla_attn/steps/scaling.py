@@ -1,0 +1,36 @@
+"""Position-dependent scaling of queries."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mla_attn.checks import INT32_MAX, check_integer, check_number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Queries scaled by their position, as Llama 4 does to sharpen attention over long contexts.
+
+    A query at position p is multiplied by ``1 + beta * ln(1 + floor(p / original_max_position))``.
+    """
+
+    beta: float
+    original_max_position: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "beta", check_number("beta", self.beta))
+        most = check_integer("original_max_position", self.original_max_position, 1, INT32_MAX)
+        object.__setattr__(self, "original_max_position", most)
+
+    def factors(self, positions: Int[Array, "T"]) -> Float[Array, "T"]:
+        """float32 factor of each row."""
+        return 1.0 + self.beta * jnp.log1p((positions // self.original_max_position).astype(jnp.float32))
+
+
+def scaled(q: Float[Array, "T H D"], metadata, query_scaling: QueryScaling | None) -> Float[Array, "T H D"]:
+    """Queries of rows at ``metadata.positions``, scaled."""
+    if query_scaling is None:
+        return q
+    factors = query_scaling.factors(metadata.positions)[:, None, None]
+    return (q.astype(jnp.float32) * factors).astype(q.dtype)
