@@ -27,27 +27,33 @@ import numpy as np
 from tqdm import tqdm
 
 import helpers
-from mla_attn.dispatch import current_device
-from mla_attn.ops import mla, mla_attention
+from mla_attn.dispatch import Implementation, current_device
+from mla_attn.ops import gqa, gqa_attention, mla, mla_attention
 
 DRAWS = 25
 POISONS = (np.nan, np.inf, -np.inf, 3e38)
 # Weights rounded to bfloat16, as every implementation rounds them for the product with the values, cost a row more than
 # the tolerance of its cosine where few channels nearly cancel: bfloat16 is held to it at the widths of real models.
 LATENTS = {"float32": ((32, 16), (64, 0), (256, 64), (512, 64)), "bfloat16": ((256, 64), (512, 64), (512, 0))}
+LATENTS["float16"] = LATENTS["bfloat16"]
+DIMS = {"float32": ((16, 16), (64, 32), (128, 128)), "bfloat16": ((64, 64), (128, 128))}  # of keys and values
+DIMS["float16"] = DIMS["bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Everything that selects a program."""
 
+    kv_heads: int  # of keys and values; 0 for latent rows
+    pool_layout: str
+    sinks: bool
     batch: int
     max_q_len: int
     heads: int
     page_size: int
     table_width: int
     layers: int
-    latent: tuple[int, int]
+    widths: tuple[int, int]
     dtype: str
     layout: str
     causal: bool
@@ -64,49 +70,66 @@ class Case:
         longest = int(rng.choice([9, 70, 200, 1300]))
         tree = bool(rng.random() < 0.25)
         causal = tree or bool(rng.random() < 0.8)
-        dtype = str(rng.choice(["float32", "bfloat16"]))
+        dtype = str(rng.choice(["float32", "bfloat16", "float16"], p=[0.45, 0.45, 0.1]))
+        kv_heads = int(rng.choice([0, 1, 2, 5]))
+        heads, widths = (1, 2, 3, 8, 16, 20), (DIMS if kv_heads else LATENTS)[dtype]
+        columns = max_q_len + int(rng.integers(0, 6))
+        windows = [w for w in (1, 5, 12, 64) if not tree or w >= columns]
         return cls(
+            kv_heads=kv_heads,
+            pool_layout=str(rng.choice(["nhd", "hnd", "interleaved"])),
+            sinks=bool(rng.random() < 0.25),
             batch=int(rng.integers(1, 7)),
             max_q_len=max_q_len,
-            heads=int(rng.choice([1, 2, 3, 8, 16, 20])),
+            heads=kv_heads * int(rng.choice([1, 2, 4])) if kv_heads else int(rng.choice(heads)),
             page_size=page_size,
             table_width=-(-max(longest, max_q_len) // page_size) + 1,
             layers=int(rng.choice([1, 3])),
-            latent=LATENTS[dtype][rng.integers(len(LATENTS[dtype]))],
+            widths=widths[rng.integers(len(widths))],
             dtype=dtype,
             layout=str(rng.choice(["dense", "packed"])),
             causal=causal,
-            window=int(rng.choice([1, 5, 64])) if causal and not tree and rng.random() < 0.25 else None,
+            window=int(rng.choice(windows)) if causal and rng.random() < 0.3 else None,
             soft_cap=float(rng.choice([2.0, 30.0])) if rng.random() < 0.25 else None,
-            tree_columns=max_q_len + int(rng.integers(0, 6)) if tree else None,
+            tree_columns=columns if tree else None,
             kv_stride=int(rng.choice([1, 1, 1, 4])),
             batch_invariant=bool(rng.random() < 0.2),
         )
 
-    @functools.cached_property
-    def smallest(self) -> helpers.PagedBatch:
-        """A batch of this class without keys: its spec and pool are those of any draw, but for the pages."""
-        return helpers.poisoned_batch(0, **self.sizes(), kv_lens=[0], q_lens=[0], num_pages=1)
+    @property
+    def implementations(self) -> tuple[Implementation, ...]:
+        return (gqa if self.kv_heads else mla).IMPLEMENTATIONS
 
-    def refusal(self, implementation: mla.Implementation) -> str | None:
+    def make(self, seed: int, **sizes) -> helpers.PagedBatch | helpers.KVBatch:
+        return (helpers.kv_batch if self.kv_heads else helpers.poisoned_batch)(seed, **self.sizes(), **sizes)
+
+    @functools.cached_property
+    def smallest(self) -> helpers.PagedBatch | helpers.KVBatch:
+        """A batch of this class without keys: its spec and pool are those of any draw, but for the pages."""
+        return self.make(0, kv_lens=[0], q_lens=[0], num_pages=1)
+
+    def refusal(self, implementation: Implementation) -> str | None:
         """Why an implementation does not support this class; None if it does."""
-        call = mla.MLACall.of(
+        call = (gqa.GQACall if self.kv_heads else mla.MLACall).of(
             self.smallest.pool,
             self.smallest.spec,
             max_q_len=self.max_q_len,
             causal=self.causal,
             tree=self.tree_columns is not None,
+            sinks=self.sinks,
             batch_invariant=self.batch_invariant,
         )
         return implementation.supports(call, current_device())
 
     def sizes(self) -> dict:
+        names = ("head_dim", "v_head_dim") if self.kv_heads else ("kv_lora_rank", "qk_rope_head_dim")
+        kind = {"kv_heads": self.kv_heads, "pool_layout": self.pool_layout} if self.kv_heads else {}
         return {
+            **dict(zip(names, self.widths, strict=True)),
+            **kind,
             "heads": self.heads,
             "page_size": self.page_size,
             "num_layers": self.layers,
-            "kv_lora_rank": self.latent[0],
-            "qk_rope_head_dim": self.latent[1],
             "window": self.window,
             "soft_cap": self.soft_cap,
             "dtype": jnp.dtype(self.dtype),
@@ -118,14 +141,19 @@ class Case:
         }
 
     def inputs(self, rng: np.random.Generator):
-        """One batch of this class, and a tree mask or None."""
+        """One batch of this class, and a tree mask and sinks, or None for each.
+
+        Of calls that are not causal some are cross attention: requests may have fewer keys than rows.
+        """
         longest = (self.table_width - 1) * self.page_size * self.kv_stride
         kv_lens = rng.integers(0, longest + 1, self.batch)
         edge = rng.random(self.batch)  # lengths around a page's end, and empty ones, come often
         kv_lens = np.where(edge < 0.3, kv_lens // self.page_size * self.page_size + rng.integers(-1, 2), kv_lens)
         kv_lens = np.where(edge > 0.9, 0, np.clip(kv_lens, 0, longest))
-        q_lens = np.minimum(rng.integers(0, self.max_q_len + 1, self.batch), kv_lens)
-        batch = helpers.poisoned_batch(
+        q_lens = rng.integers(0, self.max_q_len + 1, self.batch)
+        q_lens = q_lens if not self.causal and rng.random() < 0.5 else np.minimum(q_lens, kv_lens)
+        sinks = rng.normal(0, 3, self.heads).astype(np.float32) if self.sinks else None
+        batch = self.make(
             int(rng.integers(2**31)),
             kv_lens=kv_lens,
             q_lens=q_lens,
@@ -133,43 +161,51 @@ class Case:
             layer=int(rng.integers(self.layers)),
             kv_offsets=rng.integers(0, self.kv_stride, self.batch),
             poison=POISONS[rng.integers(len(POISONS))],
-            **self.sizes(),
         )
         if self.tree_columns is None:
-            return batch, None
+            return batch, None, sinks
         mask = rng.random((self.batch, self.max_q_len, self.tree_columns)) < 0.6
         own = np.arange(self.max_q_len)
         mask[:, own, own + self.tree_columns - self.max_q_len] = True
-        return batch, mask
+        return self.with_depths(rng, batch), mask, sinks
+
+    def with_depths(self, rng: np.random.Generator, batch):
+        """Rows at the positions of a random tree: of each at most its number after the first."""
+        m, positions = batch.metadata, np.asarray(batch.metadata.positions).copy()
+        for start, q_len, kv_len in zip(*(np.asarray(x) for x in (m.q_starts, m.q_lens, m.kv_lens)), strict=True):
+            depths = rng.integers(0, np.arange(q_len) + 1)
+            positions[start : start + q_len] = kv_len - q_len + depths
+        return dataclasses.replace(batch, metadata=dataclasses.replace(m, positions=jnp.asarray(positions)))
 
 
 def compiled(case: Case, implementation: str):
     """The op for one class: one compilation for all its draws."""
-    spec = case.smallest.spec
+    spec, op = case.smallest.spec, gqa_attention if case.kv_heads else mla_attention
 
     @jax.jit
-    def run(q_latent, q_rope, pool, metadata, layer, tree_mask):
-        return mla_attention(
-            q_latent,
-            q_rope,
+    def run(queries, pool, metadata, layer, tree_mask, sinks):
+        result = op(
+            *queries,
             pool,
             metadata,
             spec,
             layer=layer,
             causal=case.causal,
             tree_mask=tree_mask,
-            return_lse=True,
+            sinks=sinks,
+            return_lse=sinks is None,
             implementation=implementation,
             batch_invariant=case.batch_invariant,
         )
+        return result if sinks is None else (result, None)
 
     return run
 
 
-def check(case: Case, run, batch, mask, expected) -> str | None:
+def check(case: Case, run, batch, mask, sinks, expected) -> str | None:
     """What is wrong with one result, or None."""
-    arrays = (batch.q_latent, batch.q_rope, batch.pool, batch.metadata)
-    out, lse = run(*arrays, np.int32(batch.layer), None if mask is None else jnp.asarray(mask))
+    extra = (None if x is None else jnp.asarray(x) for x in (mask, sinks))
+    out, lse = run(batch.queries, batch.pool, batch.metadata, np.int32(batch.layer), *extra)
     try:
         helpers.assert_attention_close(
             out, lse, expected[0], expected[1], visible_v_max=expected[2], dtype=jnp.dtype(case.dtype)
@@ -194,16 +230,17 @@ def main() -> int:
         rng = np.random.default_rng([options.seed, number])
         case = Case.draw(rng)
         served = {}
-        for implementation in mla.IMPLEMENTATIONS:
+        for implementation in case.implementations:
             if case.refusal(implementation) is None:
                 served[implementation.name] = compiled(case, implementation.name)
             else:
                 refused[implementation.name] += 1
         for draw in range(DRAWS if served else 0):
-            batch, mask = case.inputs(rng)
-            expected = batch.expected(causal=case.causal, tree_mask=mask)
+            with np.errstate(over="ignore"):  # 3e38 is infinite in float16
+                batch, mask, sinks = case.inputs(rng)
+            expected = batch.expected(causal=case.causal, tree_mask=mask, sinks=sinks)
             for name, run in served.items():
-                wrong = check(case, run, batch, mask, expected)
+                wrong = check(case, run, batch, mask, sinks, expected)
                 counts[name] += 1
                 if wrong:
                     failures += 1

@@ -96,8 +96,8 @@ def kv_batch(seed, *, heads=4, kv_heads=2, head_dim=8, v_head_dim=None, pool_lay
     if pool_layout == "hnd":
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     elif pool_layout == "interleaved":  # in rows of others, wider than they need be
-        nothing = [(0, 0)] * 3
-        k, v = (jnp.pad(x, [*nothing, (0, 72 - x.shape[-1])], constant_values=jnp.nan) for x in (k, v))
+        wide = jnp.full((*k.shape[:3], max(head_dim, v_dim) + 8), jnp.nan, dtype=k.dtype)
+        k, v = (wide.at[..., : x.shape[-1]].set(x) for x in (k, v))
         k, v = jnp.stack([k, v], axis=3), None
     static = (pool_layout, head_dim, v_dim, pool.page_stride, pool.layer_stride)
     kv_pool = KVPool(k, v, pool.num_layers, pool.num_pages, *static)
