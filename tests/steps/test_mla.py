@@ -474,7 +474,7 @@ ERRORS = [
     ({"implementation": "cuda"}, ValueError, "implementation='cuda' must be one of"),
     ({"return_lse": "no"}, ValueError, "return_lse='no' must be True or False"),
     ({"return_lse": [True]}, ValueError, r"return_lse=\[True\] must be True or False"),
-    ({"layer": 0.5}, ValueError, r"layer is float32\[\], must be one integer"),
+    ({"layer": 0.5}, ValueError, r"layer=0.5 must be an integer"),
 ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import helpers
-import mla_attn.xla.mla
+import mla_attn.xla.paged
 import oracle
 from mla_attn.ops import mla_attention
 from mla_attn.xla import blockwise
@@ -70,7 +70,7 @@ def test_invariant_cuts_follow_neither_mode_nor_batch(monkeypatch, batch_invaria
         made.add((plan.tile, plan.block))
         return plan
 
-    monkeypatch.setattr(mla_attn.xla.mla, "make_plan", make_plan)
+    monkeypatch.setattr(mla_attn.xla.paged, "make_plan", make_plan)
     for requests, rows, width in ((1, 1, 3), (4, 1, 200), (2, 5, 200)):
         batch = helpers.poisoned_batch(0, kv_lens=[9] * requests, q_lens=[rows] * requests, table_width=width)
         options = {"spec": batch.spec, "batch_invariant": batch_invariant, "implementation": "xla"}
