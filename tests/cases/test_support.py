@@ -150,7 +150,11 @@ def check(seed, implementation, facts):
 def test_c24_questions_that_make_no_sense():
     """Errors name what was asked and what may be."""
     for op, facts, message in (
-        ("attention", {}, "op='attention' must be one of mla_attention, gqa_attention, ragged_attention, grouped_matmul"),
+        (
+            "attention",
+            {},
+            "op='attention' must be one of mla_attention, gqa_attention, ragged_attention, grouped_matmul",
+        ),
         ("mla_attention", {"topk": 3}, "facts of mla_attention: .*'topk'"),
         ("ragged_attention", {"page_size": 3}, "facts of ragged_attention: .*'page_size'"),
         ("mla_attention", {"page_size": 0}, "page_size=0 must be an integer of at least 1"),
