@@ -142,4 +142,4 @@ class _Body:
             at = [tile["partial"] + lax.min(first + n, tile["splits"] - 1) for n in range(count)]
             values = self.partial
             lses = [jnp.where(first + n < tile["splits"], self.partial_lse[a, row], -jnp.inf) for n, a in enumerate(at)]
-        return lses, [plgpu.load(values.at[a, row, columns], layout=self.layout, optimized=False) for a in at]
+        return lses, [plgpu.load(values.at[a, row, columns], optimized=False) for a in at]

@@ -19,6 +19,7 @@ from mla_attn.pallas_kernels.mosaic_gpu.primitives import (
     gather_rows,
     rows_of_keys,
     wait_for_gathers,
+    zero_rows,
 )
 from mla_attn.pallas_kernels.work_list import HEADER, ITEM, TILE, Plan
 
@@ -240,13 +241,13 @@ class Block:
         key0 = (item["tile"] + j) * TILE
 
         def mask(scores):
-            key = plgpu.broadcasted_iota(jnp.int32, shape, 1 - rows, layout=ACC) + key0
+            key = lax.broadcasted_iota(jnp.int32, shape, 1 - rows) + key0
             seen = (key < item["keys"]) & (j < item["tiles"])
             at = key * call.kv_stride
             if call.causal:
                 token = self.token
                 if call.max_q_len > 1:
-                    row = plgpu.broadcasted_iota(jnp.int32, shape, rows, layout=ACC)
+                    row = lax.broadcasted_iota(jnp.int32, shape, rows)
                     token = lax.div(row + item["first"], call.heads)
                 seen &= at <= item["position"] + token
             if call.tree_keys:
@@ -277,11 +278,7 @@ class Block:
 
         @pl.when(valid < TILE)
         def _():
-            row = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=ACC)
-            for column in range(0, self.half, 64):
-                values = self.smem[part].at[stage, :, pl.ds(column, 64)]
-                held = plgpu.load(values, layout=ACC, optimized=False).astype(jnp.float32)
-                values[...] = jnp.where(row < valid, held, 0.0).astype(jnp.bfloat16)
+            zero_rows(self.smem[part].at[stage], valid)
             plgpu.commit_smem()
 
     def store(self, staged, to, *columns) -> None:

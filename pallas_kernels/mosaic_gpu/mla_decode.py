@@ -286,7 +286,7 @@ class _Consumer:
     def other_max(self):
         """The other warpgroup's running maximum, once it is there."""
         plgpu.barrier_wait(self.smem["max_ready"].at[1 - self.number])
-        return plgpu.load(self.smem["stats"].at[1 - self.number], layout=ROW)
+        return plgpu.load(self.smem["stats"].at[1 - self.number])
 
     def _finish(self, o, m, sums) -> None:
         """Joins the sums of both warpgroups, and writes the result or the partial result."""
@@ -294,7 +294,7 @@ class _Consumer:
         stats.at[2 + self.number][...] = sums
         plgpu.barrier_arrive(self.smem["sums_ready"])
         plgpu.barrier_wait(self.smem["sums_ready"])
-        total = plgpu.load(stats.at[2], layout=ROW) + plgpu.load(stats.at[3], layout=ROW)
+        total = plgpu.load(stats.at[2]) + plgpu.load(stats.at[3])
         seen = total != 0  # not by m, which NaN scores leave at START: such a row is not empty
         o = o * self.body.spread(jnp.where(seen, 1.0 / total, 0.0), o.shape)
         lse = jnp.where(seen, m + jnp.log2(total), -jnp.inf)

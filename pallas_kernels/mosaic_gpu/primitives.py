@@ -148,6 +148,33 @@ def wait_for_gathers(in_flight: int) -> None:
     wait()
 
 
+def zero_rows(rows, first) -> None:
+    """Stores ``rows[first:] = 0`` in shared memory.
+
+    Args:
+        rows: bfloat16 [64, N], in ``TILED``; N is a multiple of 64.
+        first: int32.
+    """
+    tiles = rows.shape[1] // 64  # tiles of 8 rows by 64 columns beside each other, 1024 bytes each
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), plgpu.Layout.WG_SPLAT))
+    def store(_, rows, first):
+        thread, byte = arith.remui(mgpu.utils.thread_idx(), _i32(128)), ir.IntegerType.get_signless(8)
+        own, chunk = arith.divui(thread, _i32(8)), arith.remui(thread, _i32(8))  # 16 bytes of every 16th row
+        tile, in_tile = arith.divui(own, _i32(8)), arith.remui(own, _i32(8))
+        inside = arith.addi(arith.muli(in_tile, _i32(128)), arith.muli(chunk, _i32(16)))
+        offset = arith.addi(arith.muli(tile, _i32(tiles * 1024)), inside)
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(rows), [offset], byte)
+        zeros = vector.broadcast(ir.VectorType.get((4,), _i32(0).type), _i32(0))
+        for n in range(4):
+            row = arith.addi(own, _i32(16 * n))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.sge, row, first.registers.item())):
+                for column in range(tiles):
+                    llvm.store(zeros, mgpu.utils.getelementptr(base, [(2 * n * tiles + column) * 1024], byte))
+
+    store(rows, first)
+
+
 def store_vector(ref, values: jax.Array, layout) -> None:
     """Stores ``ref[...] = values`` in global memory, for any length. (Pallas' own store asks for whole cache lines.)
 
