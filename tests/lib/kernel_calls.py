@@ -1,8 +1,14 @@
 """Calls of ``mla_attention`` that the Hopper kernels serve, to lower and to compile without a GPU."""
 
+import contextlib
+import functools
+import time
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.lib.mlir import ir
 
 import helpers
 from mla_attn.dispatch import compiling_for
@@ -137,3 +143,52 @@ def lower(function, *arguments) -> jax.stages.Lowered:
     """The function for an H200."""
     with compiling_for(H200):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+@contextlib.contextmanager
+def counted_operations():
+    """Collects in a list how many operations layouts are inferred for, of each kernel that is lowered meanwhile."""
+    from jax.experimental.mosaic.gpu import core
+
+    counts, infer = [], core.layout_inference.infer_layout
+
+    def counted(module, **options):
+        seen = []
+
+        def see(operation):
+            seen.append(operation.name)
+            inlined = operation.name == "mosaic_gpu.custom_primitive"
+            return ir.WalkResult.SKIP if inlined else ir.WalkResult.ADVANCE
+
+        module.operation.walk(see, ir.WalkOrder.PRE_ORDER)
+        counts.append(len(seen))
+        return infer(module, **options)
+
+    core.layout_inference.infer_layout = counted
+    try:
+        yield counts
+    finally:
+        core.layout_inference.infer_layout = infer
+
+
+def lowering_seconds(function, *arguments) -> tuple[float, jax.stages.Lowered]:
+    """Processor seconds to trace and lower, and what came of it."""
+    begin = time.process_time()
+    lowered = lower(function, *arguments)
+    return time.process_time() - begin, lowered
+
+
+@functools.cache
+def attention_seconds() -> float:
+    """What JAX's own attention for Hopper takes in this process: the least of three, after one for the imports."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2)
+    array = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.float16)
+    before = attention_mgpu.cuda_versions
+    attention_mgpu.cuda_versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: 13000)  # there is no GPU
+    try:
+        run = [lowering_seconds(lambda *x: attention_mgpu.attention(*x, config), array, array, array) for _ in range(4)]
+    finally:
+        attention_mgpu.cuda_versions = before
+    return min(seconds for seconds, _ in run[1:])

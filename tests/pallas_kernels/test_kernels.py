@@ -7,7 +7,18 @@ import jax
 import pytest
 
 import aot
-from kernel_calls import CALLS, MIXED, NOTHING, lower, make, needs_kernels, scanned
+from kernel_calls import (
+    CALLS,
+    MIXED,
+    NOTHING,
+    attention_seconds,
+    counted_operations,
+    lower,
+    lowering_seconds,
+    make,
+    needs_kernels,
+    scanned,
+)
 from mla_attn import dispatch
 from mla_attn.dispatch import compiling_for
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
@@ -25,6 +36,17 @@ PAGE = [
     [cell.strip() for cell in line.split("|")[1:-1]]
     for line in (pathlib.Path(__file__).parents[2] / "pallas_kernels" / "README.md").read_text().splitlines()
 ]
+
+# What tracing and lowering a call and its work list may take: bytes of text, operations that layouts are inferred for,
+# and processor time as a multiple of that of JAX's own attention.
+BUDGET = {
+    "decode, 128 heads": (1_200_000, 2600, 20),
+    "tree, 20 heads, pages of 16, float32 result": (1_450_000, 3600, 37),
+    "invariant verify, 64 heads, 512 + 0, pages of 48": (1_200_000, 2050, 20),
+    "tree, 4 heads, pages of 1": (550_000, 2450, 18),
+    "rows of 640": (1_200_000, 2600, 20),
+    "strided, not causal, 3 heads, 256 + 64, pages of 128": (320_000, 2190, 12),
+}
 
 # Bytes that a thread may spill, outside the loops over tiles, in branches that few tiles take, or where it loads; none
 # where nothing is said. The bits of a tree's mask take registers of their own, as do rows gathered one by one.
@@ -60,9 +82,17 @@ def test_every_call_lowers(name, lists):
     def both(pool, metadata, *rest):
         return attend(pool, plan(pool, metadata), *rest)
 
-    text = lower(both, *arguments).as_text()
+    unit = attention_seconds()
+    with counted_operations() as operations:
+        seconds, lowered = lowering_seconds(both, *arguments)
+    text = lowered.as_text()
     assert text.count(TARGET) == (0 if name in NOTHING else 2)
     assert len(lists) == 1
+    if name in BUDGET:
+        most_text, most_operations, most_attentions = BUDGET[name]
+        assert len(text) <= most_text
+        assert sum(operations) <= most_operations
+        assert seconds <= most_attentions * unit
 
 
 def test_an_unplanned_call_makes_its_own_list(lists):
