@@ -292,8 +292,8 @@ class Block:
         if self.call.heads % rows == 0:
             copy(0, rows)
         else:
-            for first in range(0, rows, STORE_ROWS):
-                pl.when(first < self.item["rows"])(functools.partial(copy, first, STORE_ROWS))
+            steps = lax.min(lax.div(self.item["rows"] + (STORE_ROWS - 1), STORE_ROWS), rows // STORE_ROWS)
+            pl.loop(0, steps)(lambda n: copy(pl.multiple_of(n * STORE_ROWS, STORE_ROWS), STORE_ROWS))
 
 
 def attend(body: Block, arrays, *, kernel_name: str, warpgroups: int):
