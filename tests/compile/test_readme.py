@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 
+from mla_attn.bench.ceilings import Ceilings
 from mla_attn.bench.ops.shapes import parse_shape
 from mla_attn.specs import MLASpec
 
@@ -74,30 +75,58 @@ def test_the_first_page_is_short():
     assert len([word for line in text.splitlines() if not line.startswith("|") for word in line.split()]) <= 900
 
 
+def rows(page, columns, label):
+    """Rows of that many columns, of any table of a page, whose first is ``label``, but for a remark in parentheses."""
+    cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / page).read_text().splitlines())
+    return [row for row in cells if len(row) == columns and row[0].partition(" (")[0] == label]
+
+
+def label_of(shape):
+    label = ", ".join(shape.split("@")[0].split("x", 3)).replace("uniform:", "uniform 1 to ")
+    return {"64, 128, 1, 32768+63*16": "32768 beside 63 of 16, 128 heads"}.get(label, label)
+
+
+def cost(text):
+    """Operations and bytes of a shape."""
+    shape = parse_shape(text)
+    spec = MLASpec(num_heads=shape.heads, kv_lora_rank=512, qk_rope_head_dim=64, scale=1.0)
+    return shape.flops(spec), shape.bytes(spec, row_bytes=1152, itemsize=2)
+
+
 def test_measured_figures_are_those_of_the_table():
     """The picture's data, and the rows of both pages, say the same; operations and bytes are those of the shapes."""
-    data = json.loads((ROOT / "mla_attn/bench/measured.json").read_text())
-    pages = (ROOT / "mla_attn/bench/README.md").read_text(), (ROOT / "README.md").read_text()
-    long, short = ([[c.strip() for c in line.split("|")[1:-1]] for line in page.splitlines()] for page in pages)
     columns = {"mosaic_gpu": 1, "best peer": 6, "xla": 7}
     compared = 0
-    for result in data["results"]:
-        shape = parse_shape(result["shape"])
-        spec = MLASpec(num_heads=shape.heads, kv_lora_rank=512, qk_rope_head_dim=64, scale=1.0)
-        assert result["flops"] == shape.flops(spec)
-        assert result["bytes"] == shape.bytes(spec, row_bytes=1152, itemsize=2)
-        label = ", ".join(result["shape"].split("@")[0].split("x", 3)).replace("uniform:", "uniform 1 to ")
-        label = {"64, 128, 1, 32768+63*16": "32768 beside 63 of 16, 128 heads"}.get(label, label)
-        (row,) = (row for row in long if len(row) == 8 and row[0].partition(" (")[0] == label)
-        assert float(row[columns[result["implementation"]]]) == result["kernel_us"]
-        if result["implementation"] == "mosaic_gpu":
+    for result in json.loads((ROOT / "mla_attn/bench/measured.json").read_text())["results"]:
+        label, name = label_of(result["shape"]), result["implementation"]
+        assert (result["flops"], result["bytes"]) == cost(result["shape"])
+        (row,) = rows("mla_attn/bench/README.md", 8, label)
+        assert float(row[columns[name]]) == result["kernel_us"]
+        if name == "mosaic_gpu":
             assert [float(row[2]), float(row[3])] == [result["wall_us"], result["sustained_us"]]
             assert row[4] == f"{result['bound_us']} {result['bound']}"
-        for row in (row for row in short if len(row) == 5 and row[0] == label):
-            column = {"mosaic_gpu": 1, "best peer": 3, "xla": 4}[result["implementation"]]
-            assert row[column] == f"{result['kernel_us']:.0f}" and row[2].startswith(f"{result['bound_us']} (")
+        for row in rows("README.md", 7, label) if name == "xla" else ():
+            assert row[6] == f"{result['kernel_us']}"
             compared += 1
-    assert compared == 14
+    assert compared == 4
+
+
+def test_the_comparison_is_that_of_the_tables():
+    """Both pages have the columns and figures of the data; ratios and bounds follow from them."""
+    data = json.loads((ROOT / "mla_attn/bench/measured.json").read_text())["comparison"]
+    ceilings, compared = Ceilings(**data["ceilings"], product=""), 0
+    for shape, times in data["us"].items():
+        (row,) = rows("mla_attn/bench/README.md", 6, label_of(shape))
+        assert row[1:5] == list(map(str, times.values()))
+        ours, *others = times.values()
+        assert float(row[5]) == pytest.approx(ours / min(others), abs=1e-3)  # of times that were not rounded
+        seconds, bound = ceilings.bound(*cost(shape))
+        for row in rows("README.md", 7, label_of(shape)):
+            assert row[1:6] == [*map(str, times.values()), f"{seconds * 1e6:.0f} ({bound})"]
+            compared += 1
+    assert compared == 5
+    for page, end in (("mla_attn/bench/README.md", " (F)"), ("README.md", "")):
+        assert " | ".join(name + end for name in times) in (ROOT / page).read_text()
 
 
 def test_the_cases_name_tests_that_exist():
