@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant("NaN taken for no key", COMBINE, "seen = l != 0", "seen = l > 0", COMBINED),
     Mutant("the environment as it was at the first call", "mla_attn/steps/entry.py", '"implementation": requested(implementation)', '"implementation": implementation', STEPS + "::test_the_environment_is_read_at_every_call"),
     Mutant("one device's program for another's", "mla_attn/dispatch.py", "if (target := _target.value) is not None:", "if (target := None) is not None:", "tests/ops/test_eager.py::test_programs_of_one_device_are_not_taken_for_another"),
-    Mutant("layers traced before they are checked", "mla_attn/steps/entry.py", 'if "layer" in kwargs and (placement := getattr(pool, "placement", None)) is not None:', "if False:", STEPS + "::test_errors_of_absorbed_modes"),
+    Mutant("layers traced before they are checked", "mla_attn/steps/entry.py", 'if layer is not None and placement is not None and not', "if layer is None and not", STEPS + "::test_errors_of_absorbed_modes"),
     Mutant("query scaling off by one", "mla_attn/steps/scaling.py", "(positions // self.original_max_position)", "((positions + 1) // self.original_max_position)", STEPS),
     Mutant("placeholder draft accepted", "mla_attn/speculative/acceptance.py", "right = (drafts == targets[:, :-1]) & (drafts >= 0)", "right = ((drafts == targets[:, :-1]) | (drafts < 0))", "tests/speculative/test_acceptance.py"),
     Mutant("reference count not given back", "cache/allocator.py", "self._holders[pages] -= 1", "self._holders[pages] -= 0", PAGES + "TestPageMachine"),

@@ -45,8 +45,9 @@ class EntryPoint:
         # Here, where a list is no error of JAX's yet and NumPy's True no other program than Python's.
         kwargs |= {name: check_flag(name, kwargs[name]) for name in _FLAGS if name in kwargs}
         pool = args[self._pool_at] if len(args) > self._pool_at else kwargs.get("pool")
-        if "layer" in kwargs and (placement := getattr(pool, "placement", None)) is not None:
-            kwargs["layer"] = placement.check_layer(kwargs["layer"])  # once traced, its value is not known
+        layer, placement = kwargs.get("layer"), getattr(pool, "placement", None)
+        if layer is not None and placement is not None and not isinstance(layer, jax.ShapeDtypeStruct):
+            kwargs["layer"] = placement.check_layer(layer)  # once traced, its value is not known
         return {**kwargs, "implementation": requested(implementation)}
 
 
