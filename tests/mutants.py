@@ -212,7 +212,9 @@ def run_tests(tree: pathlib.Path, tests: list[str]) -> tuple[int, str]:
     with output.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", *tests])
+        # What a failed test leaves open is no failure of pytest's own.
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--assert=plain"]
+        status = pytest.main([*options, *tests])
         sys.stdout.flush()
     return int(status), output.read_text()
 

@@ -74,7 +74,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected():
-    return np.load(FIXTURES / "half-split-scaled-queries.npz")
+    with np.load(FIXTURES / "half-split-scaled-queries.npz") as stored:
+        return dict(stored)
 
 
 @nnx.jit(static_argnames=("mode", "form"))
