@@ -101,6 +101,8 @@ def _serve(engine: "Engine", waiting: collections.deque[Request], left: set[int]
                 waiting.popleft()
             _step(engine, mine)
             bar.update(len(mine) - len(left) - bar.n)
+        if not engine._live:  # a pass may be in flight whose requests have all ended
+            _step(engine, mine)
 
 
 def _step(engine: "Engine", mine: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Which tests belong to ``-m quick`` and ``-m compat``, by the beginnings of their ids under ``tests/``."""
+"""Which tests belong to ``-m quick``, ``compat`` and ``slow``, by the beginnings of their ids under ``tests/``."""
 
 # For an inner loop: one implementation, one dtype, one layout, no engine traffic; `make quick`, two minutes.
 QUICK = (
@@ -44,15 +44,39 @@ COMPAT = (
 )
 NOT_COMPAT = ("bfloat16",)
 
+# Left to `make test-slow`, besides those that are marked where they stand: twins of others, and what compiles for long.
+SLOW = (
+    "bench/test_serve.py::test_host_time",
+    "cases/test_compiling.py::test_c21_whole_model",
+    "cases/test_gqa.py",
+    "cases/test_numerics.py::test_c10_heads[4-",
+    "cases/test_padding.py::test_c15_tails",
+    "cases/test_support.py::test_c24_supports_tells_the_truth",
+    "compile/test_cuda_aot.py",
+    "generation/test_generation.py::test_one_new_token",
+    "generation/test_generation.py::test_prompts_in_one_batch[v3-1-None]",
+    "generation/test_generation.py::test_speculation[3]",
+    "generation/test_generation.py::test_stop_tokens[3]",
+    "generation/test_generation.py::test_stream[3]",
+    "ops/test_mla.py::TestReference::",
+    "ops/test_sharding.py::test_prompts_over_heads",
+    "pallas_kernels/test_grouped_matmul.py::TestMachineCode",
+    "pallas_kernels/test_grouped_matmul.py::test_interpreted[two warpgroups]",
+    "pallas_kernels/test_grouped_matmul.py::test_interpreted[unaligned groups]",
+    "pallas_kernels/test_kernels.py::TestMachineCode",
+    "test_cli.py::test_the_reference_implementation",
+    "test_sampling.py::test_no_token_is_lost_at_a_top_p_of_one",
+)
+
 
 def selections(nodeid: str) -> list[str]:
     """The selections that a test belongs to."""
     name = nodeid.removeprefix("tests/")
-    chosen = {"quick": (QUICK, NOT_QUICK), "compat": (COMPAT, NOT_COMPAT)}
+    chosen = {"quick": (QUICK, NOT_QUICK), "compat": (COMPAT, NOT_COMPAT), "slow": (SLOW, ())}
     return [s for s, (begins, never) in chosen.items() if name.startswith(begins) and not any(n in name for n in never)]
 
 
 def unmatched(nodeids: list[str]) -> list[str]:
     """Beginnings that no test has: of a test that was renamed."""
     names = [nodeid.removeprefix("tests/") for nodeid in nodeids]
-    return [begin for begin in sorted({*QUICK, *COMPAT}) if not any(name.startswith(begin) for name in names)]
+    return [begin for begin in sorted({*QUICK, *COMPAT, *SLOW}) if not any(name.startswith(begin) for name in names)]
