@@ -47,6 +47,7 @@ NOT_COMPAT = ("bfloat16",)
 # Left to `make test-slow`, besides those that are marked where they stand: twins of others, and what compiles for long.
 SLOW = (
     "bench/test_serve.py::test_host_time",
+    "bench/test_serve.py::test_requests_are_served",
     "cases/test_compiling.py::test_c21_whole_model",
     "cases/test_gqa.py",
     "cases/test_numerics.py::test_c10_heads[4-",
@@ -59,11 +60,14 @@ SLOW = (
     "generation/test_generation.py::test_stop_tokens[3]",
     "generation/test_generation.py::test_stream[3]",
     "ops/test_mla.py::TestReference::",
+    "ops/test_mla.py::TestXLALanes::",
+    "ops/test_ragged.py::TestXLALanes::",
     "ops/test_sharding.py::test_prompts_over_heads",
     "pallas_kernels/test_grouped_matmul.py::TestMachineCode",
     "pallas_kernels/test_grouped_matmul.py::test_interpreted[two warpgroups]",
     "pallas_kernels/test_grouped_matmul.py::test_interpreted[unaligned groups]",
     "pallas_kernels/test_kernels.py::TestMachineCode",
+    "test_cli.py::test_one_prompt_as_it_comes",
     "test_cli.py::test_the_reference_implementation",
     "test_sampling.py::test_no_token_is_lost_at_a_top_p_of_one",
 )
