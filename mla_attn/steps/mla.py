@@ -190,8 +190,8 @@ def extend(
         pool: the cache; donated.
         metadata: from ``for_extend``.
         spec: static facts of the attention.
-        layer: layer of the pool. A traced value out of range cannot raise: nothing is written.and the output
-            is undefined.
+        layer: layer of the pool. A traced value out of range cannot raise: nothing is written and the output is
+            undefined.
         chunk_size: cached tokens per request expanded at a time.
         query_scaling: position-dependent scaling of the queries.
         return_lse: also return the log-sum-exp of the scores.
