@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 import jax
 import jaxtyping
@@ -13,6 +14,7 @@ import source_tree
 HELPERS = ("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.contract", "ops.ragged_base")
 pytest.register_assert_rewrite(*HELPERS)
 SHAPES_CHECKED = source_tree.install()
+MANY_MAPS = 20_000
 QUICK_COMPILES = "--xla_backend_optimization_level=0"
 
 
@@ -63,6 +65,24 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)  # traces make and drop objects by the million, nearly none of them in cycles
+
+
+@pytest.hookimpl(trylast=True)  # after fixtures of the file are gone
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path:
+        let_programs_go()
+
+
+def let_programs_go():
+    """Drop what JAX compiled, once there is much of it: each program for a CPU takes some of the 65530 memory maps that
+    Linux gives a process, and LLVM crashes where there are none left."""
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        from mla_attn.passes.passes import forget_programs
+
+        jax.clear_caches()
+        forget_programs()
+        gc.collect()
 
 
 def pytest_report_header():

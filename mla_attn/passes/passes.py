@@ -155,7 +155,7 @@ class Passes:
         return self.buckets_class(name, jitted, rungs)
 
 
-@functools.lru_cache(maxsize=256)  # passes: JAX keeps the programs of each for as long as it is kept here
+@functools.lru_cache(maxsize=64)  # passes: JAX keeps the programs of each for as long as it is kept here
 def _jitted(
     name: str,
     fn: Callable[..., Any],
@@ -167,6 +167,11 @@ def _jitted(
     """Wraps and jits a pass. Equal passes get one object, because JAX keeps what it compiled by object."""
     made = wrap(Pass(name, fn, inputs, dict(sizes), given))
     return made, jit_step(made.fn, name)
+
+
+def forget_programs() -> None:
+    """Let go of programs that no engine holds; they are otherwise kept for the next one that is equal."""
+    _jitted.cache_clear()
 
 
 def _check_parameter(name: str, old: Any, new: Any) -> None:
