@@ -181,7 +181,7 @@ class Soak:
             else:
                 outputs = self.engine.step()
         except BaseException as raised:
-            assert error is not None and error in (raised, raised.__cause__), "a step raised what nobody planned"
+            assert error is not None and error in chain(raised), "a step raised what nobody planned"
             self.faults[place] += 1
         else:
             collect(outputs, self.found)
@@ -219,6 +219,13 @@ class Soak:
         assert not set(tokens[:-1]) & set(asked.params.stop_token_ids)
         assert reason != "length" or len(tokens) == asked.params.max_new_tokens
         assert reason != "stop" or tokens[-1] in asked.params.stop_token_ids
+
+
+def chain(error: BaseException | None) -> list[BaseException]:
+    """An exception and all that it was raised from: a signal in a check of shapes leaves as an error of that check."""
+    if error is None:
+        return []
+    return [error, *chain(error.__cause__ or error.__context__)]
 
 
 @contextlib.contextmanager

@@ -349,7 +349,7 @@ def test_points_are_where_signals_arrive():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(soak.GEOMETRIES)))
-def test_a_round_of_the_soak(number, caplog):
+def test_a_round_of_the_soak(number, caplog, unchecked):
     """One for each page size; `python -m tests.soak` goes on with them."""
     caplog.set_level(logging.CRITICAL)
     done = soak.one_round(0, number)
@@ -359,7 +359,7 @@ def test_a_round_of_the_soak(number, caplog):
 
 
 @pytest.mark.slow
-def test_five_hundred_requests_on_a_bad_day(caplog):
+def test_five_hundred_requests_on_a_bad_day(caplog, unchecked):
     """Cancellations, callbacks that raise, faults, preemptions and two changes of weights."""
     caplog.set_level(logging.CRITICAL)
     engine = small_engine()
