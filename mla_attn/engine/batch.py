@@ -111,7 +111,7 @@ def _step(engine: "Engine", mine: set[int]) -> None:
         engine._advance()
     except EngineDead:
         raise
-    except Exception:
+    except Exception:  # any: the engine's rule after a fault covers all; interrupts go through
         logger.exception("a step was cut short; the next one computes its requests again")
     # Their callbacks have told of them. What others got is for the next ``step()`` or ``run()``.
     engine._outbox.outputs = [output for output in engine._outbox.outputs if output.request_id not in mine]

@@ -56,5 +56,5 @@ def _without_traceback(error: Exception) -> Exception:
     """The error alone: frames of its traceback, and of those before it, hold arrays."""
     try:
         return copy.copy(error)
-    except Exception:  # its constructor takes other arguments
+    except Exception:  # any: its constructor takes other arguments, or its own __reduce__ fails
         return RuntimeError(f"{type(error).__name__}: {error}")

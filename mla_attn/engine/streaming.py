@@ -85,5 +85,5 @@ async def _drive(engine: "Engine") -> None:
             await asyncio.to_thread(engine.step)
         except EngineDead:
             raise
-        except Exception:
+        except Exception:  # any: the engine's rule after a fault covers all; interrupts go through
             logger.exception("a step was cut short; the next one computes its requests again")

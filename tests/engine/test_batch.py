@@ -41,6 +41,15 @@ def test_more_prompts_than_may_wait_and_requests_beside_them():
     assert [r.tokens for r in results] == [serve(engine, [n], max_new_tokens=3) for n in range(9)]
 
 
+def test_nothing_is_in_flight_afterwards(engine):
+    """A stop token is read one step late: by then another pass is on its way, whose tokens nobody wants."""
+    text = serve(engine, [5, 1, 4], max_new_tokens=6)
+    stopped = SamplingParams(max_new_tokens=20, stop_token_ids=(text[2],))
+    (result,) = engine.generate([[5, 1, 4]], stopped, progress=False)
+    assert result.tokens == text[: text.index(text[2]) + 1]
+    assert not engine.busy
+
+
 def test_what_is_wrong_with_which_prompt(engine, unchecked):
     for prompts, params, message in (
         ([[1], []], SHORT, r"prompts\[1\]: prompt is empty"),
