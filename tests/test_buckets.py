@@ -1,6 +1,7 @@
 """Buckets over a small function, then the passes of a small model over their ladders."""
 
 import threading
+import dataclasses
 import time
 
 import jax
@@ -256,6 +257,18 @@ def passes():
     warm_up([made.prefill, made.extend, made.decode, *made.drafting.all], made.state, pool, progress=False)
     assert len(compile_events) - begin == 3 * len(BATCHES) * len(ROWS) + 4 * len(BATCHES)
     return made
+
+
+def test_models_that_differ_in_their_arrays_alone_share_programs(passes):
+    """Other weights are compiled for no second time; another implementation or size is."""
+    model = DeepseekForCausalLM(small_config(32), dtype=jnp.float32, rngs=nnx.Rngs(1))
+    other = Passes(model, passes.shapes)
+    pools, begin = fresh_pools(other), len(compile_events)
+    warm_up([other.prefill, other.decode], other.state, pools, progress=False)
+    assert len(compile_events) == begin
+    assert Passes(model, passes.shapes, implementation="reference").functions != passes.functions
+    longer = dataclasses.replace(passes.shapes, max_len=passes.shapes.max_len - 1)
+    assert Passes(model, longer).functions != passes.functions
 
 
 def test_weights_are_a_plain_tuple_of_arrays(passes):
