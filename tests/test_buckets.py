@@ -1,7 +1,7 @@
 """Buckets over a small function, then the passes of a small model over their ladders."""
 
-import threading
 import dataclasses
+import threading
 import time
 
 import jax
