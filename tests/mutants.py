@@ -135,7 +135,7 @@ MUTANTS = (
     Mutant("nothing is split", WORK, "return cap[jnp.argmin(ends)]", "return cap[12] * 999", SCHEDULE + "test_one_long_request_among_short_ones_is_split"),
     Mutant("shortest first", WORK, "(work[None] > work[:, None])", "(work[None] < work[:, None])", SCHEDULE + "test_thread_blocks_end_together"),
     Mutant("the list of another call taken", MOSAIC, "if m.work_plan == launch:", "if m.work_plan is not None:", ADAPTER + "test_a_call_other_than_planned_makes_its_own_list"),
-    Mutant("old list kept for new lengths", "mla_attn/ops/mla.py", "metadata = dataclasses.replace(metadata, work_plan=None)", "pass", ADAPTER + "test_lengths_replaced_are_planned_again"),
+    Mutant("old list kept for new lengths", "mla_attn/ops/paged.py", "metadata = dataclasses.replace(metadata, work_plan=None)", "pass", ADAPTER + "test_lengths_replaced_are_planned_again"),
     Mutant("float32 results rounded to bfloat16", MOSAIC, "combine_all=out_dtype != jnp.bfloat16", "combine_all=False", ADAPTER + "test_results_wider_than_the_kernels_are_combined"),
     Mutant("bits of two kernels promised to be one's", MOSAIC, "    if not batch_invariant:\n", "    if True:\n", ADAPTER + "test_which_kernel_and_how_many_rows"),
     Mutant("few keys of one request taken for few keys of all", MOSAIC, "key_tiles=requests * max_tiles", "key_tiles=max_tiles", ADAPTER + "test_what_a_call_is_launched_with"),

@@ -1,6 +1,7 @@
 """The GQA op: one function for decode, verify, draft-extend, prompt parts, mixed batches and cross attention."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from mla_attn.checks import check_flag, check_out_dtype, check_shape, check_type
 from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.checks import check_paged_metadata, check_pool, check_sinks, check_tree_mask
-from mla_attn.ops.paged import PagedCall, facts_of, reference_supports, xla_supports
+from mla_attn.ops.paged import PagedCall, facts_of, plan_calls, reference_supports, xla_supports
 from mla_attn.reference.gqa import gqa_attention as reference_gqa
 from mla_attn.specs import GQASpec
 from mla_attn.xla.gqa import gqa_attention as xla_gqa
@@ -160,17 +161,9 @@ def plan_gqa(
         ValueError: wrong shape, dtype or static value.
         NotImplementedError: no implementation (or none of those named) supports such calls, with the reason.
     """
-    metadata = check_paged_metadata(metadata)
-    check_out_dtype(out_dtype)
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
-    call = GQACall.of(pool, spec, max_q_len=metadata.max_q_len, **flags)
-    chosen = choose("gqa_attention", call, IMPLEMENTATIONS, implementation)
-    if chosen.plan is None:
-        return metadata
-    metadata = dataclasses.replace(metadata, work_plan=None)  # a list it has may be of other lengths
-    return chosen.plan(
-        metadata, pool, spec, causal=call.causal, batch_invariant=call.batch_invariant, out_dtype=np.dtype(out_dtype)
-    )
+    choice = functools.partial(choose, "gqa_attention", implementations=IMPLEMENTATIONS, implementation=implementation)
+    return plan_calls(metadata, pool, spec, GQACall, choice, out_dtype=out_dtype, **flags)
 
 
 def _check(q, pool, metadata, spec, tree_mask) -> AttentionMetadata:

@@ -1,6 +1,7 @@
 """The MLA op: one function for decode, verify, draft-extend, absorbed extend and mixed batches."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.ops.checks import check_paged_metadata, check_pool, check_sinks, check_tree_mask
-from mla_attn.ops.paged import PagedCall, facts_of, reference_supports, xla_supports
+from mla_attn.ops.paged import PagedCall, facts_of, plan_calls, reference_supports, xla_supports
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
 from mla_attn.xla.mla import mla_attention as xla_mla
@@ -167,17 +168,9 @@ def plan_mla(
         ValueError: wrong shape, dtype or static value.
         NotImplementedError: no implementation (or none of those named) supports such calls, with the reason.
     """
-    metadata = check_paged_metadata(metadata)
-    check_out_dtype(out_dtype)
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
-    call = MLACall.of(pool, spec, max_q_len=metadata.max_q_len, **flags)
-    chosen = choose("mla_attention", call, IMPLEMENTATIONS, implementation)
-    if chosen.plan is None:
-        return metadata
-    metadata = dataclasses.replace(metadata, work_plan=None)  # a list it has may be of other lengths
-    return chosen.plan(
-        metadata, pool, spec, causal=call.causal, batch_invariant=call.batch_invariant, out_dtype=np.dtype(out_dtype)
-    )
+    choice = functools.partial(choose, "mla_attention", implementations=IMPLEMENTATIONS, implementation=implementation)
+    return plan_calls(metadata, pool, spec, MLACall, choice, out_dtype=out_dtype, **flags)
 
 
 def _check(q_latent, q_rope, pool, metadata, spec, tree_mask) -> AttentionMetadata:

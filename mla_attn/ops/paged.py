@@ -1,11 +1,17 @@
 """What the paged ops have in common: facts of a call, and what the implementations in JAX say of them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from jax.typing import DTypeLike
+
 from mla_attn.cache.formats import RowFormat
-from mla_attn.checks import check_flag, check_integer
-from mla_attn.dispatch import Device
+from mla_attn.checks import check_flag, check_integer, check_out_dtype
+from mla_attn.dispatch import Device, Implementation
+from mla_attn.metadata import AttentionMetadata
+from mla_attn.ops.checks import check_paged_metadata
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,34 @@ def facts_of(
     if spec.window is not None and not flags["causal"]:
         raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
     return {"spec": spec, "page_size": pool.page_size, "format": pool.format, "max_q_len": max_q_len, **flags}
+
+
+def plan_calls(
+    metadata: AttentionMetadata,
+    pool: Any,
+    spec: Any,
+    kind: Any,
+    choose: Callable[[Any], Implementation],
+    *,
+    out_dtype: DTypeLike,
+    **flags: bool,
+) -> AttentionMetadata:
+    """The metadata with the work list of calls to come; arguments and errors are those of ``plan_mla``.
+
+    Args:
+        kind: the op's ``PagedCall``.
+        choose: the implementation that computes such a call.
+    """
+    metadata = check_paged_metadata(metadata)
+    check_out_dtype(out_dtype)
+    call = kind.of(pool, spec, max_q_len=metadata.max_q_len, **flags)
+    chosen = choose(call)
+    if chosen.plan is None:
+        return metadata
+    metadata = dataclasses.replace(metadata, work_plan=None)  # a list it has may be of other lengths
+    return chosen.plan(
+        metadata, pool, spec, causal=call.causal, batch_invariant=call.batch_invariant, out_dtype=np.dtype(out_dtype)
+    )
 
 
 def xla_supports(call: PagedCall, device: Device) -> str | None:
