@@ -1,5 +1,5 @@
-"""State: what is stored and how (``latent``, ``kv``, ``formats``), where it lies (``placement``), who owns which page
-(``allocator``), and what is found again (``prefix``)."""
+"""The paged cache: the pools (``latent``, ``kv``), their row formats (``formats``) and memory layout (``placement``),
+the page allocator (``allocator``) and the prefix cache (``prefix``)."""
 
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.kv import KVPool, read_kv, write_kv

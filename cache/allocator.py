@@ -1,17 +1,17 @@
 """The page allocator: host-side bookkeeping of which request has which pages of a paged pool.
 
-Pure bookkeeping in NumPy: it never touches the device. A request owns room for its first ``length`` tokens; token t
-lives in row ``t % page_size`` of page ``table[t // page_size]``. Rows are written only as a request moves on, at
-positions between its old and its new length, so one rule keeps shared pages from being written:
+It is pure NumPy and never touches the device. A request has room for its first ``length`` tokens; token t is stored in
+row ``t % page_size`` of page ``table[t // page_size]``. A step only writes rows at positions between the request's old
+and new length, so one invariant is enough to keep shared pages from being written:
 
-    a page held by several requests lies wholly below the length of each of them.
+    a page held by several requests lies entirely below the length of each of them.
 
-``fork`` therefore shares full pages only, and ``truncate`` drops a shared page rather than cut it in two; ``grow``
-then finds the request's last, partly filled page unshared, by construction. The host cannot copy rows, so both methods
-return how many leading tokens still have rows; the caller computes the others again, or copies them on the device.
+``fork`` therefore shares full pages only, and ``truncate`` drops a shared page that would be left partly filled. The
+page that ``grow`` continues in is then never shared. The host cannot copy rows, so both methods return how many leading
+tokens still have rows; the caller recomputes the others, or copies them on the device.
 
-A prefix cache (``mla_attn.cache.prefix``) holds full pages by themselves, beside the requests that do: ``hold`` and
-``unhold``; ``adopt`` begins a request with such pages.
+A prefix cache (``mla_attn.cache.prefix``) keeps full pages alive independently of the requests that use them, with
+``hold`` and ``unhold``; ``adopt`` creates a request that begins with such pages.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from mla_attn.checks import INT32_MAX, check_integer
 
 
 class OutOfPages(RuntimeError):
-    """The pool has too few free pages for a call, which changed nothing.
+    """The pool has too few free pages for a call. The call changed nothing.
 
     Attributes:
-        needed: pages the call wanted.
+        needed: pages that the call needed.
         free: pages that were free.
         num_pages: pages of the pool, free or not.
     """
@@ -39,24 +39,24 @@ class OutOfPages(RuntimeError):
 
 @dataclasses.dataclass
 class _Request:
-    row: np.ndarray  # i32[table_width]: its pages from page ``first`` on in order of position, -1 after them
-    length: int  # tokens it has room for; its pages end at page ceil(length / page_size)
-    first: int = 0  # pages released
+    row: np.ndarray  # i32[table_width]: page ids in order of position from page ``first`` on, then -1
+    length: int  # tokens that it has room for; its last page is number ceil(length / page_size) - 1
+    first: int = 0  # number of leading pages that were released
 
 
 class PageAllocator:
-    """Page tables of all live requests over one pool of pages.
+    """Holds the page tables of all live requests over one pool of pages.
 
-    Pages are taken lowest id first. Which pages a call gets then depends only on which are free, not on the order in
-    which they became so: runs can be repeated and compared, and pages in use gather at the low end of the pool.
+    The free page with the lowest id is taken first. Which pages a call gets then depends only on which pages are free,
+    not on the order in which they were freed: runs are reproducible, and pages in use stay at the low end of the pool.
 
     Every method checks its arguments first and changes nothing when it raises. ``ValueError`` names the argument, its
     value and what is allowed. ``request`` may be any hashable value.
 
     Args:
         num_pages: pages N of one layer of the pool; ids are 0 .. N - 1.
-        page_size: tokens P a page holds.
-        table_width: pages W a request may have, so at most W * P tokens; constant, for it is part of compiled shapes.
+        page_size: tokens P per page.
+        table_width: most pages W of a request, so at most W * P tokens; constant, because compiled shapes contain it.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, table_width: int):
@@ -64,7 +64,7 @@ class PageAllocator:
             check_integer(name, value, 1)
         self.num_pages, self.page_size, self.table_width = int(num_pages), int(page_size), int(table_width)
         self._num_free, self._lowest = self.num_pages, 0  # no page below the second is free
-        self._holders = np.zeros(self.num_pages, np.int32)  # requests whose table names the page, and holds; 0 = free
+        self._holders = np.zeros(self.num_pages, np.int32)  # tables that contain the page, plus holds; 0 = free
         self._requests: dict[Hashable, _Request] = {}
 
     def create(self, request: Hashable, num_tokens: int = 0) -> None:
@@ -81,7 +81,7 @@ class PageAllocator:
         self._requests[request] = new
 
     def grow(self, request: Hashable, num_tokens: int) -> None:
-        """Gives a request room for ``num_tokens`` tokens in all; its pages so far stay where they are.
+        """Extends a request to room for ``num_tokens`` tokens in total. It keeps the pages that it has.
 
         Raises:
             ValueError: ``request`` is not live, or ``num_tokens`` is not in length .. offset + table_width * page_size.
@@ -94,12 +94,12 @@ class PageAllocator:
     def truncate(self, request: Hashable, num_tokens: int) -> int:
         """Drops the tokens from ``num_tokens`` on (rejected drafts, preemption) and the pages past them.
 
-        The page that would be left partly filled goes back as well if others hold it, since growing would write it.
+        A page that would be left partly filled is dropped too if it is shared, because growing would write to it.
 
         Returns:
-            The new length: ``num_tokens``, or in that last case the next lower multiple of ``page_size``; rows from
-            there to ``num_tokens`` must be computed or copied again. It cannot happen when only rows that are final,
-            such as those of accepted tokens, are ever passed to ``fork``.
+            The new length: ``num_tokens``, or, where a shared page was dropped, the next lower multiple of
+            ``page_size``; rows from there to ``num_tokens`` must be recomputed or copied. This cannot happen if only
+            final rows, such as those of accepted tokens, are ever passed to ``fork``.
 
         Raises:
             ValueError: ``request`` is not live, or ``num_tokens`` is not in offset .. length.
@@ -116,13 +116,14 @@ class PageAllocator:
     def fork(self, parent: Hashable, child: Hashable, num_tokens: int) -> int:
         """Adds ``child``, which shares the full pages among the first ``num_tokens`` tokens of ``parent``.
 
-        Takes no page, so it cannot run out. ``grow(child, ...)`` then adds pages of its own, the first for the tokens
-        of a last page that was not full. The allocator sees lengths, not contents: rows of the shared tokens must be
-        written already (or by a call that comes before any use of them), and be the same for both requests.
+        It takes no page, so it cannot raise ``OutOfPages``. ``grow(child, ...)`` then adds pages that the child does
+        not share, the first of them for the tokens of a last page that was not full. The allocator sees lengths, not
+        contents: rows of the shared tokens must be written already (or by a call that comes before any use of them),
+        and be the same for both requests.
 
         Returns:
-            The child's length, ``num_tokens`` rounded down to a multiple of ``page_size``: the tokens that are shared.
-            Rows from there on the child must compute, or copy from the parent.
+            The child's length, which is the number of shared tokens: ``num_tokens`` rounded down to a multiple of
+            ``page_size``. Rows after them must be computed for the child, or copied from the parent.
 
         Raises:
             ValueError: ``parent`` is not live, ``child`` is, or ``num_tokens`` is not in offset .. length of
@@ -139,12 +140,12 @@ class PageAllocator:
         return full * self.page_size
 
     def adopt(self, request: Hashable, pages: Sequence[int]) -> None:
-        """Adds a request whose first pages are ``pages``, which others hold too; each is full.
+        """Adds a request that begins with ``pages``: full pages that already have a holder.
 
-        The first may be -1: as if they had been released.
+        Leading entries may be -1, for pages released below a window.
 
         Raises:
-            ValueError: ``request`` is live, a page is free, or there are more than ``table_width`` of them.
+            ValueError: ``request`` is live, a page is free, or there are more than ``table_width`` pages.
         """
         self._check_new("request", request)
         length = len(pages) * self.page_size
@@ -158,25 +159,25 @@ class PageAllocator:
         self._requests[request] = _Request(row, length, first)
 
     def hold(self, page: int) -> None:
-        """Holds a full page beside the requests that do, so that it outlives them; ValueError if it is free."""
+        """Adds a holder to a full page, so that the page outlives its requests; ValueError if it is free."""
         self._check_held(page)
         self._holders[page] += 1
 
     def unhold(self, page: int) -> None:
-        """Gives up a ``hold``: the page is free if nobody else holds it. ValueError if it is free already."""
+        """Ends a ``hold``. The page becomes free if it has no other holder; ValueError if it is free already."""
         self._check_held(page)
         self._drop_holder(np.array([page]))
 
     def release(self, request: Hashable, num_tokens: int) -> int:
-        """Drops the pages wholly below ``num_tokens``, which no row will see again; the others keep their tokens.
+        """Drops the pages that lie entirely below position ``num_tokens``; the caller promises not to read them again.
 
-        With a window, and c committed tokens, ``release(request, c - window + 1)`` is safe before a call whose first
-        row is at c, whatever drafts are rejected later. With S rows a call the table then needs ``ceil((window + S +
-        page_size - 2) / page_size)`` columns and no more.
+        With a window and c committed tokens, ``release(request, c - window + 1)`` is safe before a call whose first
+        row has position c, even if drafts are rejected later. With S rows per call the table then needs no more than
+        ``ceil((window + S + page_size - 2) / page_size)`` columns.
 
         Args:
-            request: a live one.
-            num_tokens: up to its length; below its offset nothing is dropped.
+            request: a live request.
+            num_tokens: at most the request's length; at or below its offset, nothing is dropped.
 
         Returns:
             The new ``offset``.
@@ -193,17 +194,17 @@ class PageAllocator:
         return found.first * self.page_size
 
     def offset(self, request: Hashable) -> int:
-        """Position of the first token that a request's table row has; ValueError if it is not live."""
+        """Position of the first token in a request's table row; ValueError if the request is not live."""
         return self._find("request", request).first * self.page_size
 
     def offsets(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B"]:
-        """``offset`` of each request of a batch, for ``kv_offsets=``; 0 on padding. Errors as ``table``."""
+        """``offset`` of each request of a batch, for ``kv_offsets=``; 0 for padding. It raises as ``table`` does."""
         found = [self.offset(request) for request in request_ids]
         batch = len(found) if batch is None else check_integer("batch", batch, len(found))
         return np.asarray(found + [0] * (batch - len(found)), np.int32)
 
     def free(self, request: Hashable) -> None:
-        """Removes a request; pages that nobody else holds become free.
+        """Removes a request; its pages without another holder become free.
 
         Raises:
             ValueError: ``request`` is not live.
@@ -213,15 +214,15 @@ class PageAllocator:
         del self._requests[request]
 
     def length(self, request: Hashable) -> int:
-        """Tokens a request has room for; ValueError if it is not live."""
+        """Number of tokens that a request has room for; ValueError if it is not live."""
         return self._find("request", request).length
 
     def table(self, request_ids: Sequence[Hashable], *, batch: int | None = None) -> Int32[np.ndarray, "B W"]:
         """Page table of a batch: row b lists the pages of ``request_ids[b]`` in order of position, from its
         ``offset`` on.
 
-        Entries past a request's length, and rows past the requests up to ``batch`` (default: their number), are -1. No
-        op reads them, and a row that would be written there (a draft past the room) is dropped by the builders.
+        Entries past a request's length are -1, and so are the padding rows that bring the table to ``batch`` rows
+        (default: one row per request). No op reads them, and the builders drop rows that would be written there.
 
         Returns:
             A new i32[batch, table_width].
@@ -233,43 +234,43 @@ class PageAllocator:
         if batch is not None:
             check_integer("batch", batch, len(rows))
         table = np.full((len(rows) if batch is None else batch, self.table_width), -1, np.int32)
-        for out, row in zip(table, rows, strict=False):  # rows of padding follow
+        for out, row in zip(table, rows, strict=False):  # padding rows stay -1
             out[:] = row
         return table
 
     @property
     def holders(self) -> Int32[np.ndarray, "N"]:
-        """Number of holders of each page: a read-only view, which follows later changes."""
+        """Number of holders of each page, as a read-only view that follows later changes."""
         view = self._holders.view()
         view.flags.writeable = False
         return view
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Number of pages without a holder."""
         return self._num_free
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody holds, each counted once."""
+        """Number of pages with a holder."""
         return self.num_pages - self._num_free
 
     @property
     def num_shared(self) -> int:
-        """Pages that several hold, each counted once."""
+        """Number of pages with more than one holder."""
         return int(np.count_nonzero(self._holders > 1))
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def _extend(self, request: _Request, num_tokens: int) -> None:
-        """Takes the pages that are needed, or none and raises OutOfPages. No other method takes pages."""
+        """Takes all the pages that a request needs, or raises OutOfPages. Only this method takes pages."""
         first, last = self._num_pages(request.length), self._num_pages(int(num_tokens))
         needed = last - first
         if needed > self._num_free:
             raise OutOfPages(needed, self._num_free, self.num_pages)
         if needed:
-            # The lowest free pages are sought in ever longer ranges; the first range usually has enough.
+            # The lowest free pages are searched in ranges of growing length; the first range usually has enough.
             end = self._lowest + 64
             while len(found := self._free_between(self._lowest, end)) < needed:
                 end += end - self._lowest
@@ -291,7 +292,7 @@ class PageAllocator:
 
     def _drop_holder(self, pages: np.ndarray) -> None:
         """Takes one holder from each of ``pages``; those without another become free."""
-        self._holders[pages] -= 1  # no page is there twice, so none is missed
+        self._holders[pages] -= 1  # ids are distinct: NumPy would subtract only once from a repeated index
         free = pages[self._holders[pages] == 0]
         self._num_free += len(free)
         self._lowest = min(self._lowest, int(free.min(initial=self.num_pages)))

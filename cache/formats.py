@@ -1,10 +1,10 @@
 """Row formats: how the channels of a token are stored.
 
-A row has two parts: latent and rope, or keys and values. Three things are kept apart. What is *stored*: elements of
-``storage_dtype``, of which the parts take ``widths`` each, whatever the number of channels. What is *computed with*:
-``decode`` gives channels in ``dtype``. What an implementation is *asked about*: the format itself, by ``name``. A
-format that packs more than one element a channel, or fewer, or scales beside them, is another subclass here; pools, ops
-and implementations need not know of it.
+A row has two parts: latent and rope, or key and value. A format defines how they are stored: as elements of
+``storage_dtype``, where each part takes as many elements as ``widths`` says, which need not be its number of channels.
+``decode`` gives channels in ``dtype``, the type that ops compute with. ``supports`` refuses a format by its ``name``. A
+format that packs several channels into an element, or stores scales, is another subclass here; pools and ops do not
+change for it.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from jaxtyping import Array, Float, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """One element a channel, in the dtype that is computed with.
+    """Stores one element per channel, in the dtype that ops compute with.
 
     Attributes:
-        dtype: of decoded channels.
+        dtype: dtype of decoded channels.
     """
 
     dtype: np.dtype
 
     @property
     def name(self) -> str:
-        """What errors, ``supports`` and command lines call it."""
+        """The format's name in errors, in ``supports`` and on command lines."""
         return self.dtype.name
 
     @property
@@ -35,23 +35,23 @@ class RowFormat:
         return self.dtype
 
     def widths(self, first: int, second: int) -> tuple[int, int]:
-        """Stored elements of parts of so many channels."""
+        """Numbers of stored elements for two parts of ``first`` and ``second`` channels."""
         return first, second
 
     def row_bytes(self, first: int, second: int) -> int:
-        """Bytes of both parts."""
+        """Stored bytes of both parts together."""
         return sum(self.widths(first, second)) * self.storage_dtype.itemsize
 
     def encode(
         self, first: Float[Array, "*rows A"], second: Float[Array, "*rows B"]
     ) -> tuple[Shaped[Array, "*rows a"], Shaped[Array, "*rows b"]]:
-        """Channels of any floating dtype as they are stored, rounded to nearest; in float16 above 65504 infinite."""
+        """Encodes channels of any floating dtype, rounded to nearest; float16 makes values above 65504 infinite."""
         return first.astype(self.storage_dtype), second.astype(self.storage_dtype)
 
     def decode(
         self, first: Shaped[Array, "*rows a"], second: Shaped[Array, "*rows b"]
     ) -> tuple[Float[Array, "*rows A"], Float[Array, "*rows B"]]:
-        """Channels in ``dtype`` of what is stored."""
+        """Decodes stored elements to channels in ``dtype``."""
         return first, second
 
 
@@ -62,10 +62,10 @@ FORMATS = {
 
 
 def format_of(name: str, dtype: np.dtype) -> RowFormat:
-    """The format that stores rows as they are, in ``dtype``.
+    """The format that stores rows unchanged in ``dtype``.
 
     Raises:
-        ValueError: none does; ``name`` is what the message calls it.
+        ValueError: no format stores that dtype; the message calls the argument ``name``.
     """
     if dtype.name not in FORMATS:
         raise ValueError(f"{name}={dtype.name} must be one of {', '.join(FORMATS)}")

@@ -1,6 +1,6 @@
-"""Paged keys and values of grouped-query attention: the pool in three layouts, writing by slot, and reading back.
+"""The paged keys and values of grouped-query attention: a pool in three layouts, ``write_kv`` and ``read_kv``.
 
-Pure functions; writes are in place under donation.
+All functions are pure; a write is in place when the pool is donated.
 """
 
 import dataclasses
@@ -19,34 +19,34 @@ from mla_attn.specs import GQASpec
 
 LAYOUTS = ("nhd", "hnd", "interleaved")
 
-_DERIVED: Any = None  # by KVPool, from its other fields
+_DERIVED: Any = None  # default of fields that ``__post_init__`` derives from the others
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVPool(PagedPool):
-    """Paged cache of keys and values for all layers of a model, in one of three layouts:
+    """Paged cache of keys and values for all layers of a model, in one of three layouts.
 
     ===============  =====================================================  ====================
     ``layout``       ``k``                                                  ``v``
     ===============  =====================================================  ====================
     ``nhd``          ``[pages, P, K, D]``                                   ``[pages, P, K, V]``
     ``hnd``          ``[pages, K, P, D]``                                   ``[pages, K, P, V]``
-    ``interleaved``  ``[pages, P, K, 2, D]``, of a head its key, its value  None
+    ``interleaved``  ``[pages, P, K, 2, D]``, each head's key, then value   None
     ===============  =====================================================  ====================
 
-    Layers, pages and strides are those of ``LatentPool``: page p of layer l lies at ``p * page_stride + l *
-    layer_stride``, applied by the ops of this library alone. Rows may be wider than D and V (128 for heads of 64, as in
-    JAX serving engines): what lies beside them is neither read nor written.
+    Layers, pages and strides are as in ``LatentPool``: page p of layer l is physical page ``p * page_stride + l *
+    layer_stride``, which only the ops of this library compute. Rows may be wider than D and V (128 for heads of 64, as
+    in JAX serving engines): the elements beside them are neither read nor written.
 
     Attributes:
-        k: keys, or keys and values.
-        v: values.
+        k: keys; in the ``interleaved`` layout keys and values.
+        v: values, or None.
         num_layers: layers L.
         num_pages: pages N of each layer.
-        layout: one of the three.
-        head_dim: channels D of a key; all that its row has if None.
-        v_head_dim: channels V of a value; all that its row has if None, and D where it shares the key's array.
+        layout: ``nhd``, ``hnd`` or ``interleaved``.
+        head_dim: channels D of a key; None for the width of its row.
+        v_head_dim: channels V of a value; None for the width of its row, or for D in the ``interleaved`` layout.
         page_stride: physical pages from a page of a layer to the next.
         layer_stride: physical pages from a layer to the next; N if None.
     """
@@ -64,7 +64,7 @@ class KVPool(PagedPool):
     layer_stride: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
 
     def __post_init__(self):
-        # JAX also makes pools of leaves that are no arrays: those have all their static fields.
+        # JAX also unflattens pools whose leaves are not arrays; their static fields are set already.
         if self.layer_stride is None:
             object.__setattr__(self, "layer_stride", self.num_pages)
         if self.head_dim is None and np.ndim(self.k):
@@ -85,13 +85,13 @@ class KVPool(PagedPool):
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> "KVPool":
-        """An all-zero pool of ``num_layers * num_pages`` pages of ``page_size`` tokens.
+        """Creates an all-zero pool of ``num_layers * num_pages`` pages of ``page_size`` tokens.
 
-        ``k_scale`` and ``v_scale`` are for formats that store scaled numbers: those there are do not, and ignore them.
+        ``k_scale`` and ``v_scale`` are for formats that store scaled numbers; the present formats ignore them.
 
         Raises:
-            ValueError: a size below 1, another layout, a dtype other than bfloat16, float16 or float32, or so many
-                tokens a layer or pages in all that ids no longer fit int32.
+            ValueError: a size below 1, an unknown layout, a dtype other than bfloat16, float16 or float32, or so many
+                tokens per layer or pages in total that ids do not fit int32.
         """
         del k_scale, v_scale
         row_format = format_of("dtype", check_dtype("dtype", dtype))
@@ -118,20 +118,20 @@ class KVPool(PagedPool):
         head_dim: int | None = None,
         v_head_dim: int | None = None,
     ) -> "KVPool":
-        """The pool of one layer whose rows are those of another system's cache; nothing is copied.
+        """Wraps another system's cache arrays as a pool of one layer, without a copy.
 
-        ``array`` of ``[N, P, K, 2, width]`` is what sglang-jax, ejkernel and tpu-inference hold as ``[N, P, 2K / pack,
-        pack, width]``: reshape it, inside ``jax.jit`` without a copy.
+        sglang-jax, ejkernel and tpu-inference store ``[N, P, 2K / pack, pack, width]``. Reshape that to ``[N, P, K, 2,
+        width]`` for ``array``; inside ``jax.jit`` the reshape does not copy.
 
         Args:
-            array: bfloat16, float16 or float32; keys and values, or the keys alone.
-            values: the values, for the layouts that have an array of their own for them.
-            layout: how the arrays lie.
-            head_dim: channels D of a key, the first of its row; the whole row if None.
-            v_head_dim: channels V of a value; its whole row if None, and ``head_dim`` where there is one array.
+            array: bfloat16, float16 or float32; keys and values, or only the keys.
+            values: the values, for ``nhd`` and ``hnd``.
+            layout: layout of the arrays.
+            head_dim: channels D of a key, the first of its row; None for the whole row.
+            v_head_dim: channels V of a value; None for its whole row, or for ``head_dim`` where there is one array.
 
         Raises:
-            ValueError: another layout, rank or dtype, or rows too narrow for their channels.
+            ValueError: an unknown layout, a wrong rank or dtype, or rows too narrow for their channels.
         """
         check_array("array", array)
         if np.ndim(array) == 0:
@@ -166,17 +166,17 @@ class KVPool(PagedPool):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token that are written and read, however wide the rows of the arrays are."""
+        """Bytes per token that are written and read; padding of the arrays' rows does not count."""
         return self.format.row_bytes(self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim)
 
     @property
     def dtype(self) -> np.dtype:
-        """Type that rows are read in."""
+        """Dtype of rows that are read back."""
         return self.format.dtype
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """The one or two arrays."""
+        """The pool's one or two arrays."""
         return (self.k,) if self.v is None else (self.k, self.v)
 
     def check(self) -> None:
@@ -207,15 +207,16 @@ class KVPool(PagedPool):
                 raise ValueError(f"{name}={getattr(self, name)} must be at most {array.shape[-1]}, the pool's row")
 
     def check_spec(self, spec: GQASpec) -> None:
-        """ValueError unless rows are those of ``spec``."""
+        """Raises ValueError unless heads and channels are those of ``spec``."""
         held = {name: getattr(self, name) for name in ("num_kv_heads", "head_dim", "v_head_dim")}
         if held != (wanted := {name: getattr(spec, name) for name in held}):
             raise ValueError(f"pool has {_shown(held)}, but spec has {_shown(wanted)}")
 
     def encode(self, k: Float[Array, "T K D"], v: Float[Array, "T K V"]) -> list[tuple[str, int, Shaped[Array, "..."]]]:
-        """What a write stores: field, first element of a head's row, elements [T, K, width].
+        """Encodes the rows of a write: for each part its field, its first element in a head's row, its elements.
 
-        Keys and values that share an array are one row, the value's part in the middle.
+        Elements are [T, K, width]. In the ``interleaved`` layout a head's key and value are one row, and the value
+        begins in the middle of it.
         """
         k, v = self.format.encode(k, v)
         if self.v is not None:
@@ -226,7 +227,7 @@ class KVPool(PagedPool):
         return [("k", 0, k), ("k", width, v)]
 
     def decode(self, *rows: Shaped[Array, "..."]) -> tuple[Float[Array, "*rows K D"], Float[Array, "*rows K V"]]:
-        """Keys and values, in ``dtype``, of rows of the arrays: [*rows, K, width], or [*rows, K, 2, width] of one."""
+        """Decodes rows of the arrays, [*rows, K, width] or interleaved [*rows, K, 2, width], to keys and values."""
         k, v = (rows[0][..., 0, :], rows[0][..., 1, :]) if self.v is None else rows
         k_width, v_width = self.format.widths(self.head_dim, self.v_head_dim)
         return self.format.decode(k[..., :k_width], v[..., :v_width])
@@ -240,18 +241,18 @@ def write_kv(
     *,
     layer: int | Int[Array, ""] = 0,
 ) -> KVPool:
-    """Store the keys and values of this call at ``slots`` of ``layer``.
+    """Stores the keys and values of this call at ``slots`` of ``layer``.
 
     Args:
-        pool: the cache; donate it at the outermost jit and the write is in place.
-        k: keys after rotation, converted to the pool's format, where float16 makes numbers above 65504 infinite.
+        pool: the cache; donate it at the outermost jit to write in place.
+        k: keys after rotation, converted to the pool's format, where float16 makes values above 65504 infinite.
         v: values.
         slots: ``page * P + offset`` within the layer, of any integer dtype; a slot outside ``[0, N * P)`` writes
-            nothing. Slots inside it must differ from each other.
-        layer: which layer, one integer, static or an array (as inside ``lax.scan``).
+            nothing. The slots inside must be distinct.
+        layer: index of the layer, a static integer or an array (as inside ``lax.scan``).
 
     Raises:
-        ValueError: heads or widths that are not the pool's, row counts that differ, wrong dtypes, or a layer that does
+        ValueError: heads or widths other than the pool's, unequal numbers of rows, wrong dtypes, or a layer that does
             not exist. (A traced layer outside ``[0, L)`` writes nothing.)
     """
     pool.check()
@@ -264,7 +265,7 @@ def write_kv(
     layer = pool.placement.check_layer(layer)
     for field, first, rows in pool.encode(k, v):
         array = getattr(pool, field)
-        joined = array.reshape(*array.shape[:3], -1)  # a key beside its value
+        joined = array.reshape(*array.shape[:3], -1)  # one row per head: key, then value
         head_axis = pool.head_axis
         if head_axis is None and rows.shape[2] < joined.shape[3]:
             head_axis = 2
@@ -281,10 +282,10 @@ def read_kv(
     *,
     layer: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K V"]]:
-    """Read table slots ``starts[b] : starts[b] + num_tokens`` of each request back out, in the pool's dtype.
+    """Reads key indices ``starts[b]`` to ``starts[b] + num_tokens`` of each request, in the pool's dtype.
 
-    Slots past the table's end repeat its last entry; rows past a request's length hold whatever the page holds. The
-    caller masks both by length. Arguments and errors are those of ``read_latent``.
+    Key indices past the table's end read its last page again; rows past a request's length are undefined. The caller
+    masks both by length. Arguments and errors are those of ``read_latent``.
     """
     pool.check()
     pages, offsets = pool.placement.locate_reads(page_table, starts, num_tokens, layer)

@@ -1,6 +1,6 @@
-"""Paged rows of multi-head latent attention: the pool, writing by slot, and reading a prefix back.
+"""The paged rows of multi-head latent attention: the pool, ``write_latent`` and ``read_latent``.
 
-Pure functions; writes are in place under donation.
+All functions are pure; a write is in place when the pool is donated.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from mla_attn.cache.placement import PagedPool, Placement, check_slots
 from mla_attn.checks import check_array, check_dtype, check_integer, check_shape, check_type
 from mla_attn.specs import MLASpec
 
-_DERIVED: Any = None  # by LatentPool, from its other fields
+_DERIVED: Any = None  # default of fields that ``__post_init__`` derives from the others
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatentPool(PagedPool):
-    """Paged cache of MLA rows, latent R and rope E channels, for all layers of a model.
+    """Paged cache of MLA rows, R latent and E rope channels, for all layers of a model.
 
-    ``data`` is one array ``[pages, P, row_width]``: L layers, N pages each, P tokens a page. Page p of layer l lies at
-    ``p * page_stride + l * layer_stride``; the defaults 1 and N put the layers one after the other, other values serve
-    pools shared by several models. Only the ops of this library apply them. In a row the latent part comes first, the
-    rope part begins at ``rope_offset``; what lies beside them is neither read nor written.
+    ``data`` is one array ``[pages, P, row_width]``: L layers of N pages of P tokens. Page p of layer l is physical page
+    ``p * page_stride + l * layer_stride``. The defaults 1 and N put the layers one after the other; other strides are
+    for pools that several models share. Only the ops of this library compute physical pages. A row's latent part comes
+    first, its rope part begins at ``rope_offset``; the elements beside them are neither read nor written.
 
-    One array, because dispatching a jitted call costs host time per donated leaf, and because layers can then be
-    scanned over without slicing (a slice given to a kernel would be copied).
+    It is one array because dispatching a jitted call costs host time per donated leaf, and because a scan over layers
+    then slices nothing (a slice passed to a kernel would be copied).
 
     Attributes:
         data: the rows, in the storage dtype of ``format``.
@@ -39,9 +39,9 @@ class LatentPool(PagedPool):
         num_pages: pages N of each layer.
         kv_lora_rank: latent channels R of a row.
         page_stride: physical pages from a page of a layer to the next.
-        layer_stride: physical pages from a layer to the next; N if None.
-        rope_dim: rope channels E of a row; what the row has besides the latent part if None.
-        rope_offset: element of a row where the rope part begins; right after the latent part if None.
+        layer_stride: physical pages from a layer to the next; None for N.
+        rope_dim: rope channels E of a row; None for the rest of the row after the latent part.
+        rope_offset: element of a row where the rope part begins; None for directly after the latent part.
     """
 
     PAGED: ClassVar = ("data",)
@@ -56,7 +56,7 @@ class LatentPool(PagedPool):
     rope_offset: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
 
     def __post_init__(self):
-        # JAX also makes pools of leaves that are no arrays: those have all their static fields.
+        # JAX also unflattens pools whose leaves are not arrays; their static fields are set already.
         if self.layer_stride is None:
             object.__setattr__(self, "layer_stride", self.num_pages)
         if self.rope_offset is None:
@@ -68,11 +68,11 @@ class LatentPool(PagedPool):
     def create(
         cls, *, num_layers: int, num_pages: int, page_size: int, spec: MLASpec, dtype: DTypeLike = jnp.bfloat16
     ) -> "LatentPool":
-        """An all-zero pool of ``num_layers * num_pages`` pages of ``page_size`` tokens.
+        """Creates an all-zero pool of ``num_layers * num_pages`` pages of ``page_size`` tokens.
 
         Raises:
-            ValueError: a size below 1, a dtype other than bfloat16, float16 or float32, or so many tokens a layer or
-                pages in all that ids no longer fit int32.
+            ValueError: a size below 1, a dtype other than bfloat16, float16 or float32, or so many tokens per layer or
+                pages in total that ids do not fit int32.
         """
         row_format = format_of("dtype", check_dtype("dtype", dtype))
         placement = Placement(num_layers, num_pages, page_size, 1, num_pages)
@@ -89,19 +89,19 @@ class LatentPool(PagedPool):
         rope_dim: int | None = None,
         rope_offset: int | None = None,
     ) -> "LatentPool":
-        """The pool of one layer whose rows are those of ``array``, another system's cache; nothing is copied.
+        """Wraps ``array``, another system's cache, as a pool of one layer, without a copy.
 
-        Rows may be wider than R + E (padded to 640 of 512 + 64, say): what lies in them besides the two parts is left
-        alone by writes and has no influence on reads, be it NaN. ``move_rows`` moves whole rows.
+        Rows may be wider than R + E (512 + 64 padded to 640, for example). Writes leave the padding as it is, and reads
+        ignore it, even if it is NaN. ``move_rows`` moves whole rows.
 
         Args:
-            array: bfloat16, float16 or float32, [N, P, row_width]; the pool's ``data``.
+            array: bfloat16, float16 or float32, [N, P, row_width]; becomes the pool's ``data``.
             kv_lora_rank: latent channels R, the first of a row.
-            rope_dim: rope channels E; what a row has from ``rope_offset`` on if None.
-            rope_offset: where in a row they begin, R or more; R if None.
+            rope_dim: rope channels E; None for the rest of the row from ``rope_offset`` on.
+            rope_offset: element where they begin, at least R; None for R.
 
         Raises:
-            ValueError: another rank or dtype, or rows too narrow for their parts.
+            ValueError: a wrong rank or dtype, or rows too narrow for their parts.
         """
         check_array("array", array)
         if array.ndim != 3:
@@ -129,7 +129,7 @@ class LatentPool(PagedPool):
 
     @property
     def latent_dim(self) -> int:
-        """Channels of a token, C = R + E, however they are stored."""
+        """Channels per token, C = R + E, in any format."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
@@ -139,12 +139,12 @@ class LatentPool(PagedPool):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token that are written and read, however wide the rows of ``data`` are."""
+        """Bytes per token that are written and read; padding of the rows of ``data`` does not count."""
         return self.format.row_bytes(self.kv_lora_rank, self.rope_dim)
 
     @property
     def dtype(self) -> np.dtype:
-        """Type that rows are read in."""
+        """Dtype of rows that are read back."""
         return self.format.dtype
 
     def check(self) -> None:
@@ -168,7 +168,7 @@ class LatentPool(PagedPool):
             )
 
     def check_spec(self, spec: MLASpec) -> None:
-        """ValueError unless rows are those of ``spec``."""
+        """Raises ValueError unless the parts of a row have the channels of ``spec``."""
         if (self.kv_lora_rank, self.latent_dim) != (spec.kv_lora_rank, spec.latent_dim):
             raise ValueError(
                 f"pool stores {self.kv_lora_rank} latent + {self.rope_dim} rope channels per token, "
@@ -176,14 +176,14 @@ class LatentPool(PagedPool):
             )
 
     def encode(self, latent: Float[Array, "T R"], rope: Float[Array, "T E"]) -> dict[int, Shaped[Array, "T width"]]:
-        """What a write stores: by its first element of a row, each run of elements."""
+        """Encodes the rows of a write: the elements of each part, keyed by its first element in a row."""
         latent_part, rope_part = self.format.encode(latent, rope)
         if self.rope_offset == latent_part.shape[-1]:
             return {0: jnp.concatenate([latent_part, rope_part], axis=-1)}
         return {0: latent_part, self.rope_offset: rope_part}
 
     def decode(self, rows: Shaped[Array, "*rows row_width"]) -> Float[Array, "*rows C"]:
-        """Channels ``[latent R | rope E]`` of rows of ``data``, in ``dtype``."""
+        """Decodes rows of ``data`` to channels ``[latent R | rope E]`` in ``dtype``."""
         latent_width, rope_width = self.format.widths(self.kv_lora_rank, self.rope_dim)
         latent_part, rope_part = rows[..., :latent_width], rows[..., self.rope_offset : self.rope_offset + rope_width]
         return jnp.concatenate(self.format.decode(latent_part, rope_part), axis=-1)
@@ -197,19 +197,19 @@ def write_latent(
     *,
     layer: int | Int[Array, ""] = 0,
 ) -> LatentPool:
-    """Store the rows of this call at ``slots`` of ``layer``.
+    """Stores the rows of this call at ``slots`` of ``layer``.
 
     Args:
-        pool: cache of rows; donate it at the outermost jit and the write is in place.
-        latent: compressed rows after their norm; converted to the pool's format, where float16 makes numbers above
+        pool: the cache; donate it at the outermost jit to write in place.
+        latent: compressed rows after their norm; converted to the pool's format, where float16 makes values above
             65504 infinite.
         rope: rope keys after rotation, shared by all heads.
         slots: ``page * P + offset`` within the layer, of any integer dtype; a slot outside ``[0, N * P)`` writes
-            nothing. Slots inside it must differ from each other.
-        layer: which layer, one integer, static or an array (as inside ``lax.scan``).
+            nothing. The slots inside must be distinct.
+        layer: index of the layer, a static integer or an array (as inside ``lax.scan``).
 
     Raises:
-        ValueError: widths that are not the pool's, row counts that differ, wrong dtypes, or a layer that does not
+        ValueError: widths other than the pool's, unequal numbers of rows, wrong dtypes, or a layer that does not
             exist. (A traced layer outside ``[0, L)`` writes nothing.)
     """
     pool.check()
@@ -231,20 +231,20 @@ def read_latent(
     *,
     layer: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B n R"], Float[Array, "B n E"]]:
-    """Read table slots ``starts[b] : starts[b] + num_tokens`` of each request back out, in the pool's dtype.
+    """Reads key indices ``starts[b]`` to ``starts[b] + num_tokens`` of each request, in the pool's dtype.
 
-    Slots past the table's end repeat its last entry; rows past a request's length hold whatever the page holds. The
-    caller masks both by length.
+    A key index counts the rows of a request in its page table. Key indices past the table's end read its last page
+    again; rows past a request's length are undefined. The caller masks both by length.
 
     Args:
         pool: the cache.
         page_table: page ids of each request, of any integer dtype.
-        starts: first table slot of each request, of any integer dtype.
-        num_tokens: slots of each request, static.
-        layer: as in ``write_latent``; a traced one outside ``[0, L)`` gives rows that mean nothing.
+        starts: first key index of each request, of any integer dtype.
+        num_tokens: rows to read of each request, static.
+        layer: as in ``write_latent``; with a traced layer outside ``[0, L)`` the result is undefined.
 
     Raises:
-        ValueError: wrong shape, dtype, count or layer.
+        ValueError: a wrong shape, dtype, count or layer.
     """
     pool.check()
     rows = pool.decode(pool.data[pool.placement.locate_reads(page_table, starts, num_tokens, layer)])

@@ -1,4 +1,4 @@
-"""Placement: where the rows of a paged pool lie, whatever they hold. Every rule about indices is here."""
+"""The memory layout of a paged pool, for rows of any kind. Every rule about indices is in this module."""
 
 import abc
 import dataclasses
@@ -14,15 +14,15 @@ from mla_attn.checks import INT32_MAX, as_int32, check_index, check_integer
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Layers, pages and strides of arrays ``[pages, P, ...]``, or ``[pages, heads, P, ...]``, one row a token.
+    """Layers, pages and strides of arrays ``[pages, P, ...]`` or ``[pages, heads, P, ...]``, with one row per token.
 
-    A *slot* is ``page * P + offset`` within a layer, ``[0, N * P)``. Page p of layer l lies at
-    ``p * page_stride + l * layer_stride`` of the first axis: its *physical* page.
+    A *slot* is ``page * P + offset`` within a layer, in ``[0, N * P)``. Page p of layer l is the *physical page*
+    ``p * page_stride + l * layer_stride``, an index of the first axis.
 
     Attributes:
         num_layers: layers L.
         num_pages: pages N of each layer.
-        page_size: tokens P of a page.
+        page_size: tokens P per page.
         page_stride: physical pages from a page of a layer to the next.
         layer_stride: physical pages from a layer to the next.
     """
@@ -51,37 +51,36 @@ class Placement:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a layer, N * P."""
+        """Slots per layer, N * P."""
         return self.num_pages * self.page_size
 
     @property
     def num_physical_pages(self) -> int:
-        """What the first axis of an array must at least have."""
+        """Least size of the first axis of an array."""
         return (self.num_pages - 1) * self.page_stride + (self.num_layers - 1) * self.layer_stride + 1
 
     def _overlaps(self) -> bool:
-        """Whether two pages lie in one place: the least steps that meet again are ``layer_stride / gcd`` pages and
-        ``page_stride / gcd`` layers."""
+        """Whether two pages have one physical page. Pages that coincide are a multiple of ``layer_stride / gcd`` pages
+        and of ``page_stride / gcd`` layers apart."""
         gcd = math.gcd(self.page_stride, self.layer_stride) or 1
         pages, layers = self.layer_stride // gcd, self.page_stride // gcd
         return pages < self.num_pages and layers < self.num_layers and self.num_pages * self.num_layers > 1
 
     def check_layer(self, layer: int | Int[Array, ""]) -> int | Int[Array, ""]:
-        """``layer`` as an int or int32; ValueError unless it is one integer and, where it is known, in ``[0, L)``."""
+        """``layer`` as an int or int32; ValueError unless it is one integer and, if static, in ``[0, L)``."""
         return check_index("layer", layer, 0, self.num_layers - 1)
 
     def physical_pages(self, pages: Int[Array, "..."], layer: int | Int[Array, "..."]) -> Int[Array, "..."]:
-        """Physical pages of ``pages`` (int32 ids within ``layer``; in range stays in range)."""
+        """Physical pages of ``pages``, int32 ids within ``layer``; ids in range give physical pages in range."""
         return pages * self.page_stride + jnp.asarray(layer, jnp.int32) * self.layer_stride
 
     def locate_table_slots(
         self, page_table: Int[Array, "B W"], slots: Int[Array, "B n"], layer: int | Int[Array, ""]
     ) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-        """Where to read table slots: (physical page, offset), both always in range.
+        """Where to read key indices ``slots``: (physical page, offset), both always in range.
 
-        A table entry outside ``[0, N)`` (tails may hold anything) is clipped before strides apply, so that a foreign
-        id cannot reach another layer or leave the pool. Slots past the table's ends are those of its first or last
-        entry.
+        A table entry outside ``[0, N)`` (entries past a length are undefined) is clipped before strides apply, so that
+        it cannot reach another layer or leave the pool. Key indices outside the table read its first or last page.
         """
         column = jnp.clip(slots // self.page_size, 0, page_table.shape[1] - 1)
         pages = jnp.clip(jnp.take_along_axis(page_table, column, axis=1), 0, self.num_pages - 1)
@@ -94,10 +93,10 @@ class Placement:
         num_tokens: int,
         layer: int | Int[Array, ""],
     ) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-        """Where to read table slots ``starts[b] : starts[b] + num_tokens``, of arguments of any integer dtype.
+        """Where to read key indices ``starts[b]`` to ``starts[b] + num_tokens``; arguments are of any integer dtype.
 
         Raises:
-            ValueError: wrong shape, dtype, count or layer.
+            ValueError: a wrong shape, dtype, count or layer.
         """
         layer = self.check_layer(layer)
         page_table, starts = as_int32("page_table", page_table), as_int32("starts", starts)
@@ -106,12 +105,12 @@ class Placement:
         if starts.shape != page_table.shape[:1]:
             raise ValueError(f"starts has shape {starts.shape}, must be {page_table.shape[:1]}: [B] of page_table")
         num_tokens = check_integer("num_tokens", num_tokens, 0, INT32_MAX)
-        starts = jnp.minimum(starts, INT32_MAX - num_tokens)  # past any table, but no sum may wrap into it
+        starts = jnp.minimum(starts, INT32_MAX - num_tokens)  # past any table; a sum must not wrap into it
         slots = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
         return self.locate_table_slots(page_table, slots, layer)
 
     def inside(self, slots: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Which slots exist."""
+        """Whether each slot exists."""
         return (slots >= 0) & (slots < self.num_slots)
 
     def scatter(
@@ -124,15 +123,15 @@ class Placement:
         first: int = 0,
         head_axis: int | None = None,
     ) -> Shaped[Array, "pages ..."]:
-        """``array`` with ``rows`` at ``slots`` of ``layer``, in place under donation.
+        """Writes ``rows`` at ``slots`` of ``layer`` and returns the array; in place when ``array`` is donated.
 
-        Rows narrower than the array's take elements ``first`` and following of the axis after P, or after P and heads
-        where a ``head_axis`` (as of ``row_index``) is given; others are not touched. A slot or layer that does not
-        exist writes nothing.
+        Rows narrower than the array's are written from element ``first`` on of the axis after P, or after P and heads
+        if ``head_axis`` is given (see ``row_index``); the other elements keep their values. A slot or layer that does
+        not exist writes nothing.
         """
-        # A negative index would wrap to the end of the pool before mode="drop" looks at it, and a slot past its layer
-        # would land in the next one: both are sent to the first index that does not exist. So are all slots of a
-        # layer that does not exist.
+        # A negative index would wrap to the end of the pool before mode="drop" sees it, and a slot past its layer would
+        # land in the next layer. Both become the first index that does not exist, as do all slots of a layer that does
+        # not exist.
         layer = jnp.asarray(layer, jnp.int32)
         written = self.inside(slots) & (layer >= 0) & (layer < self.num_layers)
         pages = self.physical_pages(jnp.where(written, slots // self.page_size, 0), layer)
@@ -149,9 +148,9 @@ class Placement:
         *,
         head_axis: int | None = None,
     ) -> Shaped[Array, "pages ..."]:
-        """``array`` with the rows of ``src`` at ``dst`` in every layer; all reads happen before all writes.
+        """Copies the rows at ``src`` to ``dst`` in every layer; all reads happen before all writes.
 
-        A pair with either slot outside the layer moves nothing.
+        A pair with either slot outside the layer copies nothing.
         """
         readable = self.inside(src)
         src, dst = jnp.where(readable, src, 0), jnp.where(readable, dst, -1)
@@ -163,7 +162,7 @@ class Placement:
 
 
 def check_slots(slots: Int[Array, "T"]) -> Int[Array, "T"]:
-    """Slots to write, as int32; ValueError unless they are integers of one axis."""
+    """``slots`` as int32; ValueError unless they are integers [T]."""
     slots = as_int32("slots", slots)
     if slots.ndim != 1:
         raise ValueError(f"slots has shape {slots.shape}, must be [T]")
@@ -175,9 +174,9 @@ def row_index(
 ) -> tuple[Array, ...]:
     """Index of the rows at ``offsets`` of physical pages.
 
-    ``head_axis`` is None for whole rows of an array [pages, P, ...]. It is 2 for the heads of its rows one by one, 1
-    for those of an array [pages, heads, P, ...]: all axes that an index names then come first, and XLA scatters into
-    the array as it lies. What is indexed is [*n, ...], with heads [*n, heads, ...].
+    ``head_axis`` None indexes whole rows of an array [pages, P, ...] and gives [*n, ...]. With 2 (arrays [pages, P,
+    heads, ...]) or 1 (arrays [pages, heads, P, ...]) the heads are indexed too, which gives [*n, heads, ...]: all
+    indexed axes then come first, and XLA scatters into the array without transposing it.
     """
     if head_axis is None:
         return pages, offsets
@@ -188,10 +187,10 @@ def row_index(
 
 @dataclasses.dataclass(frozen=True)
 class PagedPool(abc.ABC):
-    """What ``move_rows`` needs of a pool, whatever its rows are; pools are frozen dataclasses and pytrees.
+    """Interface that ``move_rows`` needs from a pool with rows of any kind. Pools are frozen dataclasses and pytrees.
 
     Attributes:
-        PAGED: names of the fields that are arrays of pages, or None.
+        PAGED: names of the fields that hold arrays of pages; a field may be None.
     """
 
     PAGED: ClassVar[tuple[str, ...]]
@@ -199,28 +198,28 @@ class PagedPool(abc.ABC):
     @property
     @abc.abstractmethod
     def placement(self) -> Placement:
-        """Where rows lie."""
+        """Memory layout of the rows."""
 
     @property
     def head_axis(self) -> int | None:
-        """1 where pages are [heads, P, ...], None where they are [P, ...]."""
+        """1 if pages are [heads, P, ...], None if they are [P, ...]."""
         return None
 
     @abc.abstractmethod
     def check(self) -> None:
-        """ValueError unless the arrays are of a format that there is, with room for all that is placed in them."""
+        """Raises ValueError unless the arrays have a supported format and room for every layer and page."""
 
 
 def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> Pool:
-    """Copy rows from slots ``src`` to slots ``dst`` in every layer of any pool; all reads happen before all writes.
+    """Copies rows from slots ``src`` to slots ``dst`` in every layer of any pool; all reads happen before all writes.
 
-    A pair with either slot outside ``[0, N * P)`` moves nothing. Used to bring the accepted branch of a draft tree
-    into place.
+    It moves the accepted branch of a draft tree to consecutive slots. A pair with either slot outside ``[0, N * P)``
+    copies nothing.
 
     Args:
-        pool: donate it at the outermost jit and the moves are in place.
+        pool: the cache; donate it at the outermost jit to copy in place.
         src: slots to read, of any integer dtype.
-        dst: slots to write, different from each other where they exist.
+        dst: slots to write; those that exist must be distinct.
 
     Raises:
         ValueError: wrong shapes or dtypes.

@@ -1,8 +1,8 @@
 """Prefix reuse by content: which cached pages already hold the first tokens of a prompt.
 
-A digest of all tokens up to a page's end names that page, so a prompt finds the longest run of pages that holds its
-first tokens, whoever computed them. The cache holds each such page once, beside the requests that do, so that it stays
-when they end.
+A page's key is a digest of all tokens up to the page's end, so a prompt finds the longest run of cached pages that hold
+its first tokens, no matter which request computed them. The cache is itself a holder of each page, so that the page
+stays allocated when its requests end.
 """
 
 import hashlib
@@ -16,33 +16,34 @@ from mla_attn.text import shown
 
 
 class PrefixCache:
-    """Full pages of past and running requests, found by their tokens; the least recently used go first.
+    """Caches full pages of past and running requests by their tokens; the least recently used are evicted first.
 
     Args:
-        pages: the allocator, whose requests share their pages with what is kept here.
-        window: keys that a row of its pool sees, itself included, where pages left of every window are released; None
-            for all. n tokens are then found where the pages of n - window + 1 .. n - 1 are kept, whatever came before.
+        pages: the allocator of the pages.
+        window: None, or the attention window of all layers of the pool (visible keys, the row's own included), whose
+            requests release the pages left of it. A prefix of n tokens is then found if the pages of positions
+            n - window + 1 to n - 1 are cached, even if earlier ones are not.
 
     Attributes:
-        held: int32 [N], 1 for each page that is kept here.
+        held: int32 [N], 1 for each cached page.
     """
 
     def __init__(self, pages: PageAllocator, *, window: int | None = None):
         self._pages, self._window = pages, check_window(window)
         self.held = np.zeros(pages.num_pages, np.int32)
-        self._kept: dict[bytes, int] = {}  # page of each digest
-        self._digest_of: dict[int, bytes] = {}  # the other way round
-        self._last_use = np.zeros(pages.num_pages, np.int64)  # of kept pages, by ``_clock``
+        self._kept: dict[bytes, int] = {}  # page id by digest
+        self._digest_of: dict[int, bytes] = {}  # digest by page id
+        self._last_use = np.zeros(pages.num_pages, np.int64)  # value of ``_clock`` at each page's last use
         self._clock = 0
 
     @property
     def num_pages(self) -> int:
-        """Pages whose content can be found."""
+        """Number of cached pages."""
         return len(self._kept)
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that nobody holds but this cache: ``evict`` can free as many."""
+        """Number of pages that only this cache holds, which ``evict`` can free."""
         return int(np.count_nonzero(self._idle))
 
     @property
@@ -52,12 +53,12 @@ class PrefixCache:
     def extend_digests(
         self, digests: list[bytes], tokens: Sequence[int] | np.ndarray, *, kind: Hashable = None
     ) -> None:
-        """Append the names of the full pages of ``tokens`` that ``digests`` does not have yet.
+        """Appends the digests of the full pages of ``tokens`` that ``digests`` does not have yet.
 
         Args:
-            digests: names of the first pages, of an earlier call for a beginning of ``tokens``; empty at first.
+            digests: digests of the first pages, from an earlier call with fewer tokens of the request; initially empty.
             tokens: a request's first tokens.
-            kind: pages are found by requests of an equal kind alone.
+            kind: only requests of an equal kind share pages.
         """
         size = self._pages.page_size
         data = np.asarray(tokens[len(digests) * size :])  # int32 would round or wrap, into other tokens
@@ -70,7 +71,7 @@ class PrefixCache:
             digests.append(digest)
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The longest kept run of pages that begins ``digests``; -1 for those that a window leaves behind."""
+        """Finds the longest cached run of pages at the start of ``digests``; -1 for pages left of the window."""
         if self._window is not None:
             return self._find_in_window(digests, self._window)
         found = []
@@ -83,7 +84,7 @@ class PrefixCache:
 
     def _find_in_window(self, digests: Sequence[bytes], window: int) -> list[int]:
         pages, size = [self._kept.get(digest, -1) for digest in digests], self._pages.page_size
-        best, begin, run = 0, 0, 0  # pages found, the first that is seen, kept pages in a row so far
+        best, begin, run = 0, 0, 0  # pages found, first page in the window, cached pages in a row so far
         for n, page in enumerate(pages, start=1):
             run = run + 1 if page >= 0 else 0
             seen = max(n * size - window + 1, 0) // size
@@ -92,20 +93,20 @@ class PrefixCache:
         return [-1] * begin + pages[begin:best]
 
     def num_available(self, found: Sequence[int]) -> int:
-        """Pages that may be taken, free or idle, beside those ``found``."""
+        """Number of pages that can be allocated, free or evictable, without evicting those in ``found``."""
         idle = self._idle
         found = [page for page in found if page >= 0]
         return self._pages.num_free + int(np.count_nonzero(idle)) - int(np.count_nonzero(idle[found]))
 
     def fork(self, request: Hashable, digests: Sequence[bytes]) -> int:
-        """Adds ``request`` to the allocator with the longest kept run of pages that begins ``digests``.
+        """Adds ``request`` to the allocator with the longest cached run of pages at the start of ``digests``.
 
         Args:
-            request: name of the new request, as ``PageAllocator.create`` takes it.
-            digests: names of the pages whose rows may be taken from there.
+            request: name of the new request, as in ``PageAllocator.create``.
+            digests: digests of the pages that the request may share.
 
         Returns:
-            Tokens that are shared, a multiple of the page size, 0 if none.
+            The number of shared tokens, a multiple of the page size, 0 if none.
         """
         found = self.find(digests)
         self._touch([page for page in found if page >= 0])
@@ -113,14 +114,14 @@ class PrefixCache:
         return len(found) * self._pages.page_size
 
     def keep(self, request: Hashable, digests: Sequence[bytes], *, begin: int = 0) -> None:
-        """Keeps the first pages of a live request, whose rows are final, also after it is freed.
+        """Caches the first pages of a live request, whose rows must be final, so that they outlive it.
 
-        Where a page of equal content is kept already, that one stays.
+        If a page with the same digest is cached already, that one is kept.
 
         Args:
             request: a live request of the allocator.
-            digests: names of its first pages.
-            begin: pages that were kept by an earlier call.
+            digests: digests of its first pages.
+            begin: number of pages that an earlier call cached.
         """
         row, first = self._pages.table([request])[0], self._pages.offset(request) // self._pages.page_size
         begin = max(begin, first)
@@ -132,10 +133,10 @@ class PrefixCache:
         self._touch([self._kept[digest] for digest in digests[begin:]])
 
     def evict(self, num_pages: int) -> bool:
-        """Drops least recently used pages until ``num_pages`` are free in the allocator; none if there are too few.
+        """Drops the least recently used pages until ``num_pages`` are free; drops none if there are too few.
 
-        The end of a text goes before its beginning. Returns whether that many are free now. Pages are chosen by array
-        operations over all of them: running requests may hold tens of thousands, too many for a Python loop.
+        Returns whether ``num_pages`` are free now. The end of a text is dropped before its beginning. Pages are chosen
+        by array operations over all pages, because tens of thousands would be too many for a Python loop.
         """
         num_pages = check_integer("num_pages", num_pages, 0)
         missing = num_pages - self._pages.num_free
@@ -150,7 +151,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Drops all pages."""
+        """Drops all cached pages."""
         for digest in list(self._kept):
             self._drop(digest)
 
@@ -161,6 +162,6 @@ class PrefixCache:
         self._pages.unhold(page)
 
     def _touch(self, pages: Sequence[int]) -> None:
-        """Marks pages as used, the first as used last: a beginning outlives what follows it."""
+        """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation."""
         self._clock += len(pages)
         self._last_use[list(pages)] = np.arange(self._clock, self._clock - len(pages), -1)
