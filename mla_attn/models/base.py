@@ -14,13 +14,13 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_attn.cache import LatentPool
+from mla_attn.cache import KVPool, LatentPool
 from mla_attn.dispatch import Order, choose
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops import mla
-from mla_attn.specs import MLASpec
+from mla_attn.ops import gqa, mla
+from mla_attn.specs import GQASpec, MLASpec
 
-Pool = LatentPool  # a union, once there is another kind
+Pool = LatentPool | KVPool
 Pools = dict[str, Pool]
 Metadata = Mapping[str, AttentionMetadata]
 MODES = ("prefill", "extend", "decode", "target_verify", "draft_extend", "draft_decode")
@@ -35,12 +35,14 @@ class CacheGroup:
         num_layers: layers of the pool, L.
         spec: static facts of their attention; its kind decides that of the pool.
         dtype: of the stored rows.
+        sinks: whether their softmax has sinks.
     """
 
     name: str
     num_layers: int
-    spec: MLASpec
+    spec: MLASpec | GQASpec
     dtype: np.dtype
+    sinks: bool = False
 
     @property
     def window(self) -> int | None:
@@ -48,8 +50,9 @@ class CacheGroup:
         return self.spec.window
 
     def create_pool(self, *, num_pages: int, page_size: int) -> Pool:
-        """An all-zero pool; ValueError as ``LatentPool.create``."""
-        return LatentPool.create(
+        """An all-zero pool; ValueError as ``LatentPool.create`` and ``KVPool.create``."""
+        kind: Any = LatentPool if isinstance(self.spec, MLASpec) else KVPool
+        return kind.create(
             num_layers=self.num_layers, num_pages=num_pages, page_size=page_size, spec=self.spec, dtype=self.dtype
         )
 
@@ -62,7 +65,12 @@ class CacheGroup:
             NotImplementedError: it does not support such calls on this device, with the reason.
         """
         pool = jax.eval_shape(lambda: self.create_pool(num_pages=1, page_size=page_size))
-        choose("mla_attention", mla.MLACall.of(pool, self.spec), mla.IMPLEMENTATIONS, implementation)
+        if isinstance(self.spec, MLASpec):
+            call = mla.MLACall.of(pool, self.spec, sinks=self.sinks)
+            choose("mla_attention", call, mla.IMPLEMENTATIONS, implementation)
+        else:
+            call = gqa.GQACall.of(pool, self.spec, sinks=self.sinks)
+            choose("gqa_attention", call, gqa.IMPLEMENTATIONS, implementation)
 
 
 def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:

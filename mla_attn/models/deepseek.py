@@ -8,7 +8,7 @@ are computed in float32.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn import steps
+from mla_attn.cache import LatentPool
 from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.models.base import MODES, CacheGroup, Metadata, Pool, Pools, check_groups, create_pools
+from mla_attn.models.base import MODES, CacheGroup, Metadata, Pools, check_groups, create_pools
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weight
 from mla_attn.models.moe import MoE
@@ -211,14 +212,14 @@ class DeepseekForCausalLM(nnx.Module):
         self._require_mtp()
         return self.mtp.head.float32(draft_hidden)
 
-    def _group(self, pools: Pools, metadata: Metadata) -> tuple[Pool, AttentionMetadata]:
+    def _group(self, pools: Pools, metadata: Metadata) -> tuple[Any, AttentionMetadata]:
         """The pool and the metadata of the one cache group."""
         for name, value in (("pools", pools), ("metadata", metadata)):
             check_groups(name, value, self.cache_groups)
         return pools[GROUP], metadata[GROUP]
 
     def _step(
-        self, pool: Pool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation
+        self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation
     ) -> tuple[Step, AttentionMetadata]:
         """How the layers attend, and the metadata with what their attention shares, where there is such a thing."""
         _check_step(mode, form, tree_mask)
