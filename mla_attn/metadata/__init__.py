@@ -1,4 +1,4 @@
-"""Metadata: what a call needs to know about its batch, and a builder for each serving mode."""
+"""Metadata of a batch: its rows, lengths and pages, and a builder for each serving mode."""
 
 from mla_attn.metadata.builders import (
     for_cross_attention,

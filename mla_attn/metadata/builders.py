@@ -1,8 +1,8 @@
 """The builders of metadata, one for each serving mode.
 
-Every system has its own meaning of ``seq_lens`` in each mode; here the meaning is settled once, by the builder, and the
-ops see only ``kv_lens``: the keys up to the request's last query token, the tokens of this call included. Each
-builder says which meaning it takes:
+Serving systems define ``seq_lens`` differently in each mode. A builder converts its length argument to ``kv_lens``, the
+number of keys up to and including this call's tokens, which is the only length that the ops see. The table shows what
+each builder's argument counts:
 
 =====================  ==============================================  =====================================
 builder                length argument                                  rows of a request
@@ -18,9 +18,9 @@ builder                length argument                                  rows of 
 All builders are pure functions of device arrays of any integer dtype with static shapes, to be called inside
 ``jax.jit``.
 
-A wrong length harms nobody but its own request. A negative one counts as 0, a negative prefix is no request, and rows
-past ``max_q_len`` or ``max_len`` are dropped. Packed rows are where the caller put them, so a request begins after all
-rows of those before it: at the sum of their ``q_lens`` as given, negative ones as 0, whatever becomes of their rows.
+A wrong length spoils the results of its own request only. A negative length counts as 0, a negative prefix marks
+padding, and rows past ``max_q_len`` or ``max_len`` are dropped. The first packed row of a request is the sum of the
+``q_lens`` of the requests before it, negative ones counted as 0, even if some of their rows are dropped.
 """
 
 import dataclasses
@@ -52,14 +52,14 @@ def for_decode(
             tpu-inference ``seq_lens``, FlashMLA ``cache_seqlens``). 0 marks a padding row.
         page_size: tokens per page P.
         active: which rows are requests (bool, or nonzero integers), for systems that fill the lengths of padding rows
-            with 1; all whose length is not 0 if None.
-        max_len: most tokens a request may hold; W * P if None. Rows at or past it are dropped: they write nothing and
-            give zeros.
-        page_map: int32 virtual-to-physical page ids, applied to the table and the slots; ids outside it stay unmapped
-            and out of range.
+            with 1; None for those with a nonzero length.
+        max_len: most tokens of a request; None for W * P. Rows at or past it are dropped: they write nothing and give
+            zeros.
+        page_map: int32 virtual-to-physical page ids, applied to the table and the slots; ids outside the map become
+            out of range.
         kv_offsets: int32 [B], multiples of P: the position of each request's first key in the table, for pools that
-            hold the last pages of a request only (``PageAllocator.offsets``); 0 if None. Positions below it, or past
-            the table, write nothing; ``max_len`` may then exceed W * P, and is what the table reaches to if None.
+            hold only the last pages of a request (``PageAllocator.offsets``); None for 0. Rows at positions below it,
+            or past the table, write nothing. ``max_len`` may then exceed W * P; None means the end of the table.
     """
     layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
     seq_lens = layout.per_request("seq_lens", seq_lens)
@@ -87,19 +87,19 @@ def for_target_verify(
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
-    """Metadata of a verify call: the anchor token and its drafts, judged by the target model.
+    """Metadata of a verify call: the anchor token and its drafts, run through the target model.
 
     Args:
         page_table: page ids of each request.
         prefix_lens: committed tokens already cached, **not counting the anchor or the drafts** (sglang ``seq_lens`` in
-            target-verify; add the tokens of the call to come to vLLM's or tpu-inference's meaning).
+            target-verify; vLLM's and tpu-inference's ``seq_lens`` minus the tokens of the call).
         num_tokens: static rows per request S = drafts + 1.
         page_size: tokens per page P.
-        q_lens: rows of each request, at most ``num_tokens`` (ragged verify); 0 marks a padding request. All
-            ``num_tokens`` if None.
-        num_rows: None for a dense block of B * S rows, request b at ``b * S``; a number T for rows packed one request
-            after the other in T rows, no fewer than ``q_lens`` has in all (which ``check_metadata`` checks).
-        depths: for draft trees, drafts between each row and the anchor, [S] or [B, S]: row j is cached at
+        q_lens: rows of each request, at most ``num_tokens`` (ragged verify); 0 marks a padding request. None for
+            ``num_tokens`` each.
+        num_rows: None for a dense block of B * S rows, request b at ``b * S``; an integer T for packed rows, one
+            request after the other. T must be at least the sum of ``q_lens`` (``check_metadata`` checks it).
+        depths: for draft trees, the depth of each row below the anchor, [S] or [B, S]: row j is cached at
             ``prefix + j``, but its ``positions`` entry is ``prefix + depths[j]``. None for chains, where depth is j.
         max_len: as in ``for_decode``: drafts cached at or past it are dropped.
         page_map: as in ``for_decode``.
@@ -142,7 +142,7 @@ def for_draft_extend(
     Args:
         page_table: page ids of each request.
         seq_lens: tokens of each request **counting the accepted ones of this call** (sglang ``seq_lens`` in
-            draft-extend; tokenspeed's does not count them: add ``q_lens``).
+            draft-extend; tokenspeed's ``seq_lens`` plus ``q_lens``).
         q_lens: accepted tokens of each request (correction or bonus token included); 0 marks a padding request.
         max_q_len: static bound S of ``q_lens``.
         page_size: tokens per page P.
@@ -168,18 +168,18 @@ def for_draft_decode(
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
-    """Metadata of step ``step`` (0, 1, ...) of drafting: one more token of a chain, or one level of a draft tree.
+    """Metadata of draft step ``step`` (0, 1, ...): one more token of a chain, or one level of a draft tree.
 
     Args:
         page_table: page ids of each request.
         seq_lens: tokens in the draft model's cache before the first draft step, **counting none of the drafted ones**
-            (sglang ``seq_lens`` for the whole multi-step draft): the rows are at position ``seq_len + step``.
-        step: how many draft steps precede this one; may be traced.
+            (sglang ``seq_lens`` for the whole multi-step draft): the rows have position ``seq_len + step``.
+        step: number of draft steps before this one; may be traced.
         page_size: tokens per page P.
         num_tokens: static rows per request: the nodes of this level of a tree, 1 for a chain.
-        num_drafted: nodes that earlier steps cached; row j is cached at ``seq_len + num_drafted + j``. ``step`` if
-            None, as in a chain.
-        q_lens: ``num_tokens``, or 0 for a padding request; all ``num_tokens`` if None.
+        num_drafted: nodes that earlier steps cached; row j is cached at ``seq_len + num_drafted + j``. None for
+            ``step``, as in a chain.
+        q_lens: ``num_tokens``, or 0 for a padding request; None for ``num_tokens`` each.
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
         kv_offsets: as in ``for_decode``.
@@ -211,7 +211,7 @@ def for_extend(
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
 ) -> AttentionMetadata:
-    """Metadata of an extend call: a prefill chunk of each prompt, on top of what is cached, which may be nothing.
+    """Metadata of an extend call: a prefill chunk of each prompt, after its cached tokens, if any.
 
     Args:
         page_table: page ids of each request.
@@ -262,14 +262,14 @@ def for_mixed(
 def for_encoder(
     page_table: Int[Array, "B W"], encoder_lens: Int[Array, "B"], *, num_rows: int, page_size: int
 ) -> Int[Array, "T"]:
-    """Slots that the rows of encoders go to, packed one request after the other, for ``write_kv``; -1 on padding.
+    """Slots for the packed rows of encoders, one request after the other, to pass to ``write_kv``; -1 for padding.
 
-    Their number is not that of the queries, so they are no part of the metadata of ``for_cross_attention``.
+    An encoder has more or fewer rows than the queries, so the metadata of ``for_cross_attention`` has no slots.
 
     Args:
         page_table: page ids of each request.
-        encoder_lens: rows of each request's encoder; those past the table are dropped.
-        num_rows: rows T in all.
+        encoder_lens: rows of each request's encoder; rows past the table are dropped.
+        num_rows: total rows T.
         page_size: tokens per page P.
     """
     layout = PageLayout.of(page_table, page_size=page_size)
@@ -287,13 +287,13 @@ def for_cross_attention(
     page_size: int,
     num_rows: int | None = None,
 ) -> AttentionMetadata:
-    """Rows that see all keys of an encoder and write none, for calls with ``causal=False``.
+    """Metadata of a cross-attention call: rows that see all keys of an encoder and write none (``causal=False``).
 
-    A request may have fewer keys than rows; one without keys gives zeros and -inf. Positions are 0.
+    A request may have fewer keys than rows. A request without keys gives 0 and a log-sum-exp of -inf. Positions are 0.
 
     Args:
         page_table: page ids of each request's encoder.
-        encoder_lens: keys of each request, as ``for_encoder`` took them.
+        encoder_lens: keys of each request, as given to ``for_encoder``.
         q_lens: rows of each request; 0 marks a padding request.
         max_q_len: static bound S of ``q_lens``.
         page_size: tokens per page P.
@@ -301,7 +301,7 @@ def for_cross_attention(
     """
     layout = PageLayout.of(page_table, page_size=page_size)
     lens, q_lens = layout.per_request("encoder_lens", encoder_lens), layout.per_request("q_lens", q_lens)
-    rows = dataclasses.replace(layout, max_len=INT32_MAX)  # rows are not cached: the table does not bound them
+    rows = dataclasses.replace(layout, max_len=INT32_MAX)  # rows are not cached, so the table does not limit them
     m = _build(rows, prefix_lens=jnp.zeros_like(lens), q_lens=q_lens, max_q_len=max_q_len, num_rows=num_rows)
     return dataclasses.replace(
         m,
@@ -312,9 +312,9 @@ def for_cross_attention(
 
 
 def _extend(layout: PageLayout, seq_lens, q_lens, *, max_q_len: int, num_rows: int | None) -> AttentionMetadata:
-    """New tokens behind what is cached; ``seq_lens`` counts them."""
+    """Metadata of new tokens after the cached ones; ``seq_lens`` counts both."""
     seq_lens, q_lens = layout.per_request("seq_lens", seq_lens), layout.per_request("q_lens", q_lens)
-    # Neither is negative, so that no difference overflows into a prefix.
+    # Both are clipped at 0, so that their difference cannot overflow to a positive prefix.
     prefix_lens = jnp.maximum(seq_lens, 0) - jnp.maximum(q_lens, 0)
     return _build(layout, prefix_lens=prefix_lens, q_lens=q_lens, max_q_len=max_q_len, num_rows=num_rows)
 
@@ -326,11 +326,11 @@ def _build(
 
     Args:
         layout: page layout of the batch.
-        prefix_lens: int32 [B]; below 0 for no request.
+        prefix_lens: int32 [B]; negative for padding.
         q_lens: int32 [B], of any value.
-        max_q_len: rows of a request at most.
-        num_rows: None for a dense block of ``max_q_len`` rows a request, else the rows of a packed call.
-        positions: int32 [B, S], positions of rows that differ from where they are cached.
+        max_q_len: most rows of a request.
+        num_rows: None for a dense block of ``max_q_len`` rows per request, else the rows of a packed call.
+        positions: int32 [B, S], positions of the rows; None if they are the positions at which rows are cached.
     """
     max_q_len = check_integer("max_q_len", max_q_len, 1, INT32_MAX)
     if num_rows is None:
@@ -341,9 +341,9 @@ def _build(
     else:
         num_rows = check_integer("num_rows", num_rows, 0, INT32_MAX // 2)
         q_starts = _packed_starts(q_lens, num_rows)
-    # Rows past the limit are no rows: the rest keep their positions, because q_lens and kv_lens shrink together.
+    # Rows past the limit are dropped. The others keep their positions, because q_lens and kv_lens shrink together.
     q_lens = jnp.clip(q_lens, 0, jnp.minimum(layout.room(prefix_lens), max_q_len))
-    if layout.batch == 0:  # there is nothing to look up
+    if layout.batch == 0:  # gathers below need at least one request
         slots, at = jnp.full(num_rows, -1, jnp.int32), jnp.zeros(num_rows, jnp.int32)
     else:
         owner, owned = row_owners(q_starts, q_lens, num_rows)
@@ -366,10 +366,10 @@ def _build(
 
 
 def _packed_starts(q_lens, num_rows: int):
-    """First row of each request when all rows lie one after the other.
+    """First row of each request in a packed call.
 
-    What does not fit in the call begins past its end. A sum of two lengths of at most ``num_rows`` does not overflow,
-    so sums are past the end before they wrap, and stay there.
+    Requests that do not fit begin past the end of the call. Two lengths of at most ``num_rows`` have a sum that does
+    not overflow, so a running sum passes the end before it can wrap, and ``cummax`` keeps it there.
     """
     ends = jax.lax.cummax(jnp.cumsum(jnp.clip(q_lens, 0, num_rows), dtype=jnp.int32))
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[: q_lens.shape[0]]

@@ -1,4 +1,4 @@
-"""Checks of metadata values, which are known only at run time."""
+"""Checks of metadata values that are known only at run time."""
 
 import jax
 import jax.core
@@ -15,16 +15,16 @@ def check_metadata(
 ) -> None:
     """Checks the values of a metadata object: lengths, row ranges, page ids, slots.
 
-    On concrete arrays a violation is a ``ValueError`` with the field, the first bad request or row, and its value.
+    For concrete arrays a violation raises ``ValueError`` with the field, the first bad request or row, and its value.
     Under a trace it becomes a ``jax.experimental.checkify`` check: wrap the function in ``checkify.checkify``.
 
     Args:
         metadata: metadata from a builder, or made by hand.
         num_pages: pages N of a layer.
         page_size: tokens per page P.
-        causal: as in the calls to come. If False, a request may have fewer keys than rows.
-        window: as in the calls to come. Pages whose keys all lie left of every row's window may be anything: a windowed
-            cache has freed them.
+        causal: ``causal`` of the calls that will use the metadata. If False, a request may have fewer keys than rows.
+        window: window of those calls. Page ids whose keys all lie left of every row's window are not checked, because a
+            windowed cache has freed those pages.
 
     Raises:
         ValueError: a violation, or a wrong static value.
@@ -45,16 +45,16 @@ def check_metadata(
     rows, width = m.slots.shape[0], m.page_table.shape[1]
     used, ends = m.q_lens > 0, m.q_starts + m.q_lens
     outside = used & ((m.q_starts < 0) | (m.q_starts > rows - m.q_lens))  # not ends > rows: a sum may overflow
-    # The largest end of the earlier requests that have rows: ranges are ascending when none starts before it.
+    # The largest end of the earlier requests with rows: ranges ascend if no request starts before it.
     reach = xp.concatenate([xp.zeros(1, xp.int32), _running_max(xp, xp.where(used, ends, 0))[:-1]])
     held = -(-(m.kv_lens - m.kv_offsets) // stride)  # keys in the table
     first_page = xp.arange(width)[None] * page_size
     columns = first_page < held[:, None]
-    if window is not None:  # the first row sees the keys after its position minus the window
-        after = xp.maximum(m.kv_lens - m.q_lens, 0) - m.kv_offsets  # no sum of these three may overflow
+    if window is not None:  # the first row sees keys at positions above its own minus the window
+        after = xp.maximum(m.kv_lens - m.q_lens, 0) - m.kv_offsets  # another order of these terms may overflow
         hidden = xp.where(after < window, 0, (xp.maximum(after, window) - window) // stride + 1)
         columns &= (first_page + page_size > hidden[:, None]) & (hidden < held)[:, None]
-    order = xp.argsort(m.slots, stable=True)  # stable: of rows with one slot, all but the first are wrong
+    order = xp.argsort(m.slots, stable=True)  # stable: of rows with equal slots, the first is correct
     taken = m.slots[order]
     later = xp.concatenate([xp.zeros(min(rows, 1), bool), (taken[1:] == taken[:-1]) & (taken[1:] >= 0)])
     again = later[xp.argsort(order)]

@@ -1,4 +1,4 @@
-"""The page layout of a batch: what every builder is told of pages, in one object."""
+"""The page layout of a batch: the page arguments of all builders in one object."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,13 @@ from mla_attn.checks import INT32_MAX, as_int32, check_integer
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """The pages of a batch, and where a token at a position lies. Builders make one in their first line.
+    """The page table of a batch, which maps positions to slots. Every builder creates one in its first line.
 
     Attributes:
-        page_table: int32 [B, W], page ids after the page map; ids that name no page are negative or past the pool.
+        page_table: int32 [B, W], page ids after the page map; invalid ids are negative or past the pool.
         page_size: tokens per page P.
-        max_len: most tokens a request may hold, or int32 [B], of each request.
-        kv_offsets: int32 [B], position of each request's first key in the table; None where all are 0.
+        max_len: most tokens of a request: one integer, or int32 [B].
+        kv_offsets: int32 [B], position of each request's first key in the table; None if all are 0.
     """
 
     page_table: Int[Array, "B W"]
@@ -35,7 +35,7 @@ class PageLayout:
         page_map: Any = None,
         kv_offsets: Any = None,
     ) -> "PageLayout":
-        """Checks the arguments of a builder and makes their layout; ValueError as the builders."""
+        """Checks the page arguments of a builder and returns their layout; raises ValueError."""
         page_table = as_int32("page_table", page_table)
         if page_table.ndim != 2 or page_table.shape[1] == 0:
             raise ValueError(f"page_table has shape {page_table.shape}, must be [B, W] with W at least 1")
@@ -53,7 +53,7 @@ class PageLayout:
         if kv_offsets is None:
             return layout
         kv_offsets = layout.per_request("kv_offsets", kv_offsets)
-        if max_len is None:  # what the table holds; no sum may wrap
+        if max_len is None:  # the end of the table, computed so that the sum cannot wrap
             most = jnp.minimum(kv_offsets, INT32_MAX - capacity) + capacity
         return dataclasses.replace(layout, max_len=most, kv_offsets=kv_offsets)
 
@@ -70,14 +70,14 @@ class PageLayout:
         return array
 
     def room(self, prefix_lens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Tokens that fit behind each prefix.
+        """Number of tokens that fit after each prefix.
 
-        None fit behind a negative one, which is no request: its positions would wrap to the end of the table.
+        It is 0 for a negative prefix, which marks padding: its positions would wrap to the end of the table.
         """
         return jnp.where(prefix_lens < 0, 0, jnp.maximum(self.max_len - prefix_lens, 0))
 
     def slots(self, requests: Int[Array, "T"], positions: Int[Array, "T"]) -> Int[Array, "T"]:
-        """Slot of a request's token at a position; -1 where the table has no page."""
+        """Slot of the token at a position of a request; -1 where the table has no page."""
         held: Any = True
         if self.kv_offsets is not None:
             offsets = self.kv_offsets[requests]
@@ -85,5 +85,5 @@ class PageLayout:
             held &= (positions >= 0) & (positions < self.page_table.shape[1] * self.page_size)
             positions = jnp.where(held, positions, 0)
         pages = self.page_table[requests, positions // self.page_size]
-        known = (pages >= 0) & (pages < INT32_MAX // self.page_size)  # a foreign id must not overflow into range
+        known = (pages >= 0) & (pages < INT32_MAX // self.page_size)  # an invalid id must not overflow to a valid slot
         return jnp.where(known & held, pages * self.page_size + positions % self.page_size, -1)

@@ -9,11 +9,11 @@ from jaxtyping import Array, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedMetadata:
-    """The rows of each request among packed queries and packed keys.
+    """The rows of each request in packed queries and packed keys.
 
-    Request b owns query rows ``q_starts[b] : q_starts[b] + q_lens[b]`` and key rows ``kv_starts[b] : kv_starts[b] +
-    kv_lens[b]``; either may be none. The key of row ``kv_starts[b] + p`` has position p, query row j of the request
-    ``kv_lens[b] - q_lens[b] + j``.
+    Request b has query rows ``q_starts[b] : q_starts[b] + q_lens[b]`` and key rows ``kv_starts[b] : kv_starts[b] +
+    kv_lens[b]``; either range may be empty. The key in row ``kv_starts[b] + p`` has position p, and query row j of the
+    request has position ``kv_lens[b] - q_lens[b] + j``.
 
     Attributes:
         q_starts: int32 [B], first query row of each request; ranges are disjoint and ascending.

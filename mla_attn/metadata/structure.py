@@ -1,4 +1,4 @@
-"""The metadata pytree that every paged op takes, and which request owns which row."""
+"""The metadata pytree that every paged op takes, and the mapping from rows to requests."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -15,24 +15,24 @@ from mla_attn.checks import as_int32, check_array, check_shape, check_type
 class AttentionMetadata:
     """Rows, lengths and pages of one call, for all layers.
 
-    Request b owns query rows ``q_starts[b] : q_starts[b] + q_lens[b]`` (0 rows allowed; ranges disjoint and ascending);
-    rows that no request owns are padding. Row j of request b has position ``kv_lens[b] - q_lens[b] + j``. Its key with
-    index i lies in page ``page_table[b, i // P]`` and has position ``kv_offsets[b] + i * kv_stride``.
+    Request b has query rows ``q_starts[b] : q_starts[b] + q_lens[b]``, possibly none; ranges are disjoint and
+    ascending. Rows outside all ranges are padding. Row j of request b has position ``kv_lens[b] - q_lens[b] + j``. The
+    request's key with index i is in page ``page_table[b, i // P]`` and has position ``kv_offsets[b] + i * kv_stride``.
 
     Attributes:
         q_starts: int32 [B], first query row of each request.
         q_lens: int32 [B], query rows of each request.
-        kv_lens: int32 [B], position of the last query row plus 1: tokens of the request, this call's included.
+        kv_lens: int32 [B], tokens of the request including this call's: position of the last query row plus 1.
         page_table: int32 [B, W], page ids within a layer; entries past the length may hold anything.
         kv_offsets: int32 [B], position of the key with index 0 (windowed pools, context-parallel shards).
         slots: int32 [T], where row t's key is written (``page * P + offset``); -1 writes nothing.
         positions: int32 [T], position of row t, for rotary embeddings; 0 on padding.
-        work: work list of the kernels; empty where an implementation needs none.
+        work: work list of the kernels; empty if the implementation needs none.
         max_q_len: static bound S of ``q_lens``.
         kv_stride: static step in position from one key index to the next.
-        work_plan: static description of the calls that ``plan_mla`` made ``work`` for; None while it is empty.
-        page_size: static tokens per page P that ``slots`` were counted with, so that another pool is refused; None if
-            made by hand without it.
+        work_plan: static description of the calls that ``plan_mla`` made ``work`` for; None if ``work`` is empty.
+        page_size: static tokens per page P that ``slots`` were computed with; ops refuse a pool with another page size.
+            None, in metadata made by hand, disables that check.
     """
 
     q_starts: Int[Array, "B"]
@@ -50,10 +50,10 @@ class AttentionMetadata:
 
 
 def check_requests(metadata: AttentionMetadata) -> None:
-    """Check shapes and dtypes of what metadata says of its requests; it may have been made by hand.
+    """Checks shapes and dtypes of the per-request fields, because metadata may be made by hand.
 
     Raises:
-        ValueError: a field that is no int32 array, or not of the shape that goes with ``q_lens`` [B].
+        ValueError: a field is not an int32 array, or its shape does not match ``q_lens`` [B].
     """
     for name in ("q_lens", "page_table"):
         check_array(f"metadata.{name}", getattr(metadata, name))
@@ -70,7 +70,7 @@ def check_requests(metadata: AttentionMetadata) -> None:
 
 
 def check_rows(metadata: AttentionMetadata) -> None:
-    """Check shapes and dtypes of what metadata says of its rows, as ``check_requests``."""
+    """Checks shapes and dtypes of the per-row fields, as ``check_requests`` does."""
     check_array("metadata.slots", metadata.slots)
     if metadata.slots.ndim != 1:
         raise ValueError(f"metadata.slots has shape {metadata.slots.shape}, must be [T]")
@@ -82,9 +82,9 @@ def check_rows(metadata: AttentionMetadata) -> None:
 def row_owners(
     q_starts: Int[Array, "B"], q_lens: Int[Array, "B"], num_rows: int
 ) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
-    """Finds the request of each row, and whether it has one (False on padding rows, whose request is arbitrary).
+    """Finds the request of each row, and whether it has one (False for padding rows, whose request is arbitrary).
 
-    A request that starts at a negative row owns none.
+    A request that starts at a negative row has no rows.
     """
     q_starts, q_lens = as_int32("q_starts", q_starts), as_int32("q_lens", q_lens)
     if q_starts.shape[0] == 0:

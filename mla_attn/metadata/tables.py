@@ -1,4 +1,4 @@
-"""Page tables, page maps and tree masks made of the maps of other systems."""
+"""Conversion of other systems' maps to page tables, page maps and tree masks."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt8
@@ -13,16 +13,17 @@ def page_table_from_tokens(
     page_size: int,
     table_width: int | None = None,
 ) -> Int[Array, "B W"]:
-    """Makes a page table of a token-granular map, on the device (sglang ``req_to_token``, ``req_pool_indices``).
+    """Makes a page table from a token-granular map, on the device (sglang ``req_to_token``, ``req_pool_indices``).
 
-    Entry j is the page of token ``j * P``: ``req_to_token[request_ids[b], j * P] // P``. Tokens of a page must lie in
-    one page in order, as page-aligned allocators guarantee. Entries past a request's length are whatever the map holds.
+    Entry j is the page of token ``j * P``: ``req_to_token[request_ids[b], j * P] // P``. Tokens ``j * P`` to
+    ``j * P + P - 1`` must be in one page in order, as page-aligned allocators guarantee. Entries past a request's
+    length are undefined.
 
     Args:
         req_to_token: slot (``page * P + offset``) of each token of each request.
-        request_ids: rows of the map to take; for an id outside it, which a padding request may have, the nearest.
+        request_ids: rows of the map to take; an id outside it, which padding may have, takes the nearest row.
         page_size: tokens per page P.
-        table_width: pages per request W; the whole map if None.
+        table_width: pages per request W; None for the whole map.
     """
     req_to_token, request_ids = as_int32("req_to_token", req_to_token), as_int32("request_ids", request_ids)
     if req_to_token.ndim != 2:
@@ -39,7 +40,7 @@ def page_table_from_tokens(
 
 
 def page_map_from_tokens(mapping: Int[Array, "slots"], page_size: int) -> Int[Array, "V"]:
-    """The ``page_map=`` of a token-granular map from the slots of one pool to those of another (sglang's of windowed
+    """Makes a ``page_map=`` from a token-granular map between the slots of two pools (as sglang has for windowed
     layers): ``mapping[p * P] // P``; -1 stays -1."""
     mapping = as_int32("mapping", mapping)
     if mapping.ndim != 1 or mapping.size == 0:
@@ -51,13 +52,13 @@ def page_map_from_tokens(mapping: Int[Array, "slots"], page_size: int) -> Int[Ar
 def page_table_from_packed(
     pages: Int[Array, "n"], cu_kv_lens: Int[Array, "ends"], *, page_size: int, table_width: int
 ) -> Int[Array, "B W"]:
-    """Page table of a packed list of pages (sglang-jax): request b begins at entry ``cu_kv_lens[b] / P``.
+    """Makes a page table from a packed list of pages (sglang-jax): request b begins at entry ``cu_kv_lens[b] / P``.
 
     Args:
-        pages: page ids, one request's after the other's; entries past the last request's allowed.
-        cu_kv_lens: [B + 1], sums of the lengths before each request, each length rounded up to pages.
+        pages: page ids, one request after the other; more entries may follow.
+        cu_kv_lens: [B + 1], cumulative lengths, each length rounded up to whole pages.
         page_size: tokens per page P.
-        table_width: pages per request W; what a request has beyond is left out, what it lacks is -1.
+        table_width: pages per request W; further pages are left out, missing ones are -1.
     """
     return _from_packed(pages, cu_kv_lens, ("pages", "cu_kv_lens"), page_size, table_width, step=page_size)[0]
 
@@ -65,14 +66,16 @@ def page_table_from_packed(
 def page_table_from_indices(
     kv_indptr: Int[Array, "ends"], kv_indices: Int[Array, "n"], *, page_size: int, table_width: int
 ) -> tuple[Int[Array, "B W"], Int[Array, "B"]]:
-    """Page table and lengths of a packed list of slots, one a token (FlashInfer's and sglang's ``kv_indptr`` and
-    ``kv_indices``): column j is ``kv_indices[kv_indptr[b] + j * P] // P`` while ``j * P < kv_len``, else -1.
+    """Makes a page table and lengths from a packed list of slots, one per token (FlashInfer's and sglang's
+    ``kv_indptr`` and ``kv_indices``).
+
+    Column j is ``kv_indices[kv_indptr[b] + j * P] // P`` while ``j * P < kv_len``, else -1.
 
     Args:
-        kv_indptr: [B + 1], where each request's slots begin, and the last one's end.
-        kv_indices: slots (``page * P + offset``) of each token; entries past the last request's allowed.
+        kv_indptr: [B + 1], the first entry of each request, and the end of the last.
+        kv_indices: slot (``page * P + offset``) of each token; more entries may follow.
         page_size: tokens per page P.
-        table_width: pages per request W; a length beyond it stays, for ``check_metadata`` to find.
+        table_width: pages per request W; a longer length is returned as it is, and ``check_metadata`` reports it.
 
     Returns:
         ``(page_table, kv_lens)``.
@@ -82,9 +85,9 @@ def page_table_from_indices(
 
 
 def _from_packed(entries, indptr, names: tuple[str, str], page_size: int, table_width: int, *, step: int):
-    """The entry of each page's first token, -1 past the end, and tokens of each request.
+    """The entry of each page's first token, -1 past the end, and the number of tokens of each request.
 
-    An entry of the list is ``step`` tokens.
+    One entry of the list stands for ``step`` tokens.
     """
     entries, indptr = (as_int32(name, x) for name, x in zip(names, (entries, indptr), strict=True))
     if entries.ndim != 1:
@@ -102,12 +105,13 @@ def _from_packed(entries, indptr, names: tuple[str, str], page_size: int, table_
 def tree_mask_from_flat(
     mask: Bool[Array, "n"] | UInt8[Array, "n"], prefix_lens: Int[Array, "B"], *, num_tokens: int
 ) -> Bool[Array, "B S S"]:
-    """``tree_mask=`` of a flat mask (sglang's ``custom_mask``): request after request, row-major
-    [S, prefix_len + S], the columns of the prefix all true; its last S columns.
+    """Makes a ``tree_mask=`` from a flat mask (sglang's ``custom_mask``), by taking the last S columns.
+
+    The flat mask is [S, prefix_len + S], row-major, for one request after the other. Its prefix columns must be true.
 
     Args:
-        mask: bool or uint8; entries past the last request's allowed.
-        prefix_lens: committed tokens of each request; a negative one, of no request, has no rows in the mask.
+        mask: bool or uint8; more entries may follow.
+        prefix_lens: committed tokens of each request; negative for padding, which has no rows in the mask.
         num_tokens: rows S of each request.
     """
     check_array("mask", mask)

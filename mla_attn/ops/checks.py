@@ -1,4 +1,4 @@
-"""Checks that the paged ops share, when traced."""
+"""Trace-time checks that the paged ops share."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from mla_attn.metadata.structure import check_requests
 
 
 def check_pool(pool, spec, metadata, kind: type) -> None:
-    """The pool, of that kind, has rows of the spec's widths, in pages of the size that the metadata was built with."""
+    """Raises ValueError unless the pool is of this kind, fits the spec, and has the metadata's page size."""
     if not isinstance(pool, kind):
         raise ValueError(f"pool is a {type(pool).__name__}, must be a {kind.__name__}")
     pool.check()
@@ -21,13 +21,13 @@ def check_pool(pool, spec, metadata, kind: type) -> None:
 
 
 def check_paged_metadata(metadata):
-    """The ``AttentionMetadata``, its static fields as Python's integers; it may have been made by hand."""
+    """Checks metadata, which may be made by hand; returns it with its static fields as Python integers."""
     check_requests(metadata)
     return static_integers(metadata, "max_q_len", "kv_stride", "page_size")
 
 
 def static_integers(metadata, *names: str):
-    """The metadata with these static fields as Python's integers: sums of NumPy's wrap. A None stays."""
+    """The metadata with these static fields as Python integers, because sums of NumPy integers wrap; None is kept."""
     given = {name: getattr(metadata, name) for name in names}
     given = {name: value for name, value in given.items() if value is not None or name != "page_size"}
     checked = {name: check_integer(f"metadata.{name}", value, 1, INT32_MAX) for name, value in given.items()}
@@ -36,7 +36,8 @@ def static_integers(metadata, *names: str):
 
 
 def check_sinks(sinks, num_heads: int, return_lse: bool) -> None:
-    """None, or floating [H], then without a log-sum-exp: it leaves them out, so that they would enter every merge."""
+    """Raises ValueError unless ``sinks`` is None, or floating [H] without ``return_lse``: the log-sum-exp excludes
+    sinks, and partial results with sinks would count them once per partial."""
     if sinks is None:
         return
     check_shape("sinks", sinks, (num_heads,), "[H], query heads")
@@ -46,7 +47,8 @@ def check_sinks(sinks, num_heads: int, return_lse: bool) -> None:
 
 
 def check_tree_mask(tree_mask, metadata, window: int | None) -> None:
-    """None, or bool [B, S, M] with B and S of the metadata and M of at least S, and of at most a window."""
+    """Raises ValueError unless ``tree_mask`` is None or bool [B, S, M] with the metadata's B and S, M at least S, and
+    M at most the window."""
     if tree_mask is None:
         return
     check_array("tree_mask", tree_mask)

@@ -1,4 +1,4 @@
-"""Attention in the expanded form: over per-head keys and values, those of a cached prefix expanded chunk by chunk."""
+"""Attention in the expanded form, over per-head keys and values; a cached prefix is expanded chunk by chunk."""
 
 import functools
 
@@ -18,7 +18,7 @@ State = tuple[Float[Array, "T H V"], Float[Array, "T H"]]  # (out, lse), both fl
 
 
 def fresh_rows(metadata: AttentionMetadata) -> RaggedMetadata:
-    """This call's rows as queries and as keys."""
+    """Ragged metadata with this call's rows as queries and as keys."""
     m = metadata
     return RaggedMetadata(
         q_starts=m.q_starts,
@@ -39,7 +39,7 @@ def attend_fresh(
     *,
     implementation: Order,
 ) -> State:
-    """This call's rows over this call's keys."""
+    """Attention of this call's rows over this call's keys."""
     out, lse = ragged_attention(
         q,
         k,
@@ -68,14 +68,14 @@ def add_prefix(
     chunk_size: int,
     implementation: Order,
 ) -> State:
-    """``state`` with the keys cached before this call: those of the table at positions from ``kv_offsets`` on.
+    """Merges attention over the keys cached before this call, which are those in the table, into ``state``.
 
-    ``chunk_size`` cached rows of each request are read, expanded, attended to, and merged at a time. The derivative
-    goes over the whole table and keeps every chunk's keys.
+    It reads, expands, attends to and merges ``chunk_size`` cached rows of each request at a time. The derivative
+    covers the whole table and keeps every chunk's keys.
     """
     arrays = (state, q, w_uk, w_uv, pool, metadata, jnp.asarray(layer, jnp.int32))
     static = {"spec": spec, "chunk_size": chunk_size, "implementation": implementation}
-    # As many chunks as the longest prefix has: a loop without a derivative in reverse. One over the whole table has it.
+    # A loop over the chunks of the longest prefix has no reverse-mode derivative; a loop over the whole table has one.
     run, differentiated = (functools.partial(_add_chunks, whole_table=whole, **static) for whole in (False, True))
     return with_derivative(run, differentiated, arrays)
 
@@ -90,7 +90,7 @@ def _add_chunks(state, q, w_uk, w_uv, pool, metadata, layer, *, spec, chunk_size
     def add_chunk(i, state):
         begin = jnp.full(batch, i * chunk, jnp.int32)
         held = begin[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None] < cached[:, None]
-        # What nobody sees may be NaN: the weights' derivative would multiply it by 0.
+        # Rows that no query sees may be NaN; the derivative of the weights would multiply them by 0.
         latent, rope = (
             jnp.where(held[:, :, None], x, jnp.zeros((), x.dtype))
             for x in read_latent(pool, m.page_table, begin, chunk, layer=layer)
@@ -123,7 +123,7 @@ def _add_chunks(state, q, w_uk, w_uv, pool, metadata, layer, *, spec, chunk_size
 
 
 def _expand(latent, rope, w_uk, w_uv, dtype):
-    """Cached rows [B, n, R], [B, n, E] to keys [B, n, H, D], values [B, n, H, V] (arXiv:2405.04434, eq. 10 to 12)."""
+    """Expands cached rows to keys [B, n, H, D] and values [B, n, H, V] (arXiv:2405.04434, equations 10 to 12)."""
     latent, rope = latent.astype(dtype), rope.astype(dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     nope = jnp.einsum("bnr,hdr->bnhd", latent, w_uk.astype(dtype), precision=precision)

@@ -1,4 +1,4 @@
-"""The GQA op: one function for decode, verify, draft-extend, prompt parts, mixed batches and cross attention."""
+"""The GQA op: one function for decode, verify, draft-extend, prefill chunks, mixed batches and cross attention."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from mla_attn.xla.gqa import gqa_attention as xla_gqa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GQACall(PagedCall):
-    """Static facts of a call, which with the device decide the implementation; made by ``GQACall.of``."""
+    """Static facts of a call, from which (with the device) the implementation is chosen; made by ``GQACall.of``."""
 
     layout: str
 
@@ -37,10 +37,10 @@ class GQACall(PagedCall):
         sinks: bool = False,
         batch_invariant: bool = False,
     ) -> "GQACall":
-        """The facts of calls over ``pool``, which may be abstract (of ``jax.eval_shape``).
+        """The facts of calls over ``pool``, which may be abstract (from ``jax.eval_shape``).
 
         Raises:
-            ValueError: a value or a combination that no call may have.
+            ValueError: a value or combination of values is invalid.
         """
         flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
         facts = facts_of(pool, spec, max_q_len=max_q_len, **flags)
@@ -75,38 +75,38 @@ def gqa_attention(
     score with a key is ``scale * q . k``.
 
     Args:
-        q: packed query rows after rotation; [T, H, D]. Products run in the pool's dtype: float32 queries of a bfloat16
-            pool are rounded to it.
+        q: packed query rows after rotation; [T, H, D]. Products run in the pool's dtype: with a bfloat16 pool, float32
+            queries are rounded to bfloat16.
         pool: cache of all layers; this call's rows must already be written.
         metadata: rows, lengths and page table, from a builder of ``mla_attn.metadata``.
         spec: heads, dims and scale.
         layer: layer of the pool, a Python int or an int32 scalar.
         causal: False lets every row of a request see all its ``kv_len`` keys.
-        tree_mask: bool [B, S, M >= S], which of the last keys each row may see besides being causal, for draft trees:
-            row j sees the key at ``p`` if ``tree_mask[b, j, c]`` for ``c = p - (kv_len - q_len) + M - S``; keys with
-            ``c < 0`` are visible. M = S covers the tokens of this call, M > S those of earlier draft steps too. With a
-            window, of at least M, these are visible if ``p > metadata.positions[row] - window`` (siblings share a
-            position), and those of the mask's columns whatever the window.
-        sinks: raw logits of each head, neither scaled nor capped: ``exp(sink)`` joins the softmax denominator. -inf is
-            none; where it is inf, ``out`` is 0.
-        return_lse: also return the log-sum-exp; not with ``sinks``, which ``merge_states`` takes.
-        out_dtype: dtype of ``out``; that of ``q`` if None.
-        implementation: "xla" or "reference", or names in the order in which to try them; None picks.
-        batch_invariant: the bits of a row depend on its query, its visible keys and static arguments alone, not on its
+        tree_mask: bool [B, S, M >= S], a mask of the last M keys for draft trees, in addition to the causal mask: row j
+            sees the key at ``p`` if ``tree_mask[b, j, c]`` for ``c = p - (kv_len - q_len) + M - S``; keys with
+            ``c < 0`` are visible. M = S covers the tokens of this call, M > S also those of earlier draft steps. A
+            window must be at least M; it hides only keys with ``c < 0``, which are then visible if
+            ``p > metadata.positions[row] - window`` (siblings share a position).
+        sinks: one raw logit per head, neither scaled nor capped: ``exp(sink)`` is added to the softmax denominator.
+            -inf means no sink; with inf, ``out`` is 0.
+        return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
+        out_dtype: dtype of ``out``; None for that of ``q``.
+        implementation: "xla" or "reference", or names in the order to try them; None for the default choice.
+        batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
             rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.
 
     Returns:
         ``out`` [T, H, V]; with ``return_lse`` also ``lse`` float32 [T, H], the natural log of the sum of exp(score). A
-        row that sees no key, and a row nobody owns, gives exactly 0 and -inf; a row with a score that is NaN, NaN in
-        both.
+        row without visible keys and a padding row give exactly 0 and -inf. A row with a NaN score gives NaN in both.
 
     Raises:
-        ValueError: wrong shape, dtype or static value, when traced.
-        NotImplementedError: no implementation (or none of those named) supports the call, with the reason; arrays are
-            sharded over explicit mesh axes.
+        ValueError: a wrong shape, dtype or static value, at trace time.
+        NotImplementedError: no implementation (or none of those named) supports the call (the message has the reasons),
+            or arrays are sharded over explicit mesh axes.
 
-    The derivative, in either mode, is that of "reference", which holds every score at once: float32 [B, S, H, W * P].
+    The derivative, in forward and reverse mode, is that of "reference", which stores all scores: float32 [B, S, H,
+    W * P].
     """
     metadata = _check(q, pool, metadata, spec, tree_mask)
     return_lse = check_flag("return_lse", return_lse)
@@ -146,20 +146,20 @@ def plan_gqa(
     implementation: Order = None,
     batch_invariant: bool = False,
 ) -> AttentionMetadata:
-    """The metadata with the work list that calls of ``gqa_attention`` with it share: made once a step for all layers.
+    """Adds a work list to the metadata, which calls of ``gqa_attention`` share: plan once per step for all layers.
 
-    Without it, or where a call differs from what it was made for, the call makes one of its own, which takes time but
-    changes nothing. The list holds for the lengths and rows it was made from: plan again after replacing them.
+    A call without a list, or with arguments that differ from the planned ones, computes its own list; results are the
+    same. The list is valid for the lengths and rows it was computed from: plan again after replacing them.
 
     Args:
-        metadata: from a builder.
-        pool, spec, causal, implementation, batch_invariant: as in the calls to come; ``pool`` may be abstract.
-        tree, sinks: whether they have a ``tree_mask``, and ``sinks``.
-        out_dtype: dtype of their results.
+        metadata: metadata from a builder.
+        pool, spec, causal, implementation, batch_invariant: as in the planned calls; ``pool`` may be abstract.
+        tree, sinks: whether the planned calls have a ``tree_mask``, and ``sinks``.
+        out_dtype: ``out_dtype`` of the planned calls.
 
     Raises:
-        ValueError: wrong shape, dtype or static value.
-        NotImplementedError: no implementation (or none of those named) supports such calls, with the reason.
+        ValueError: a wrong shape, dtype or static value.
+        NotImplementedError: no implementation (or none of those named) supports such calls; the message says why.
     """
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
     choice = functools.partial(choose, "gqa_attention", implementations=IMPLEMENTATIONS, implementation=implementation)
@@ -167,7 +167,7 @@ def plan_gqa(
 
 
 def _check(q, pool, metadata, spec, tree_mask) -> AttentionMetadata:
-    """The metadata, its static fields as Python's numbers."""
+    """Checks arguments; returns the metadata with its static fields as Python integers."""
     rows = metadata.slots.shape[0]
     check_shape("q", q, (rows, spec.num_heads, spec.head_dim), "T of metadata.slots, spec's H and D")
     check_type("q", q, jnp.floating)

@@ -1,4 +1,4 @@
-"""Rows of each group times the group's own matrix, as in the experts of a layer."""
+"""The grouped matrix product: rows of each group times the group's own matrix, as in the experts of a layer."""
 
 import dataclasses
 
@@ -16,10 +16,10 @@ from mla_attn.xla.grouped_matmul import grouped_matmul as xla_grouped
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedCall:
-    """Static facts of a call, which with the device decide the implementation; made by ``GroupedCall.of``.
+    """Static facts of a call, from which (with the device) the implementation is chosen; made by ``GroupedCall.of``.
 
     Attributes:
-        dtype: of rows and matrices.
+        dtype: dtype of rows and matrices.
         depth, width: K and N of a matrix.
     """
 
@@ -51,18 +51,19 @@ def grouped_matmul(
     *,
     implementation: Order = None,
 ) -> Float32[Array, "M N"]:
-    """Product of each run of ``sizes[e]`` rows with ``weights[e]``, in float32; zeros for rows after the last run.
+    """Multiplies each group of ``sizes[e]`` consecutive rows by ``weights[e]``, in float32; other rows give zeros.
 
     Args:
-        rows: run after run.
-        weights: a matrix for each group, in the dtype of ``rows``; float32 is multiplied at the highest precision.
-        sizes: rows of each group; not negative, together at most M.
-        implementation: "mosaic_gpu", "xla" or "reference", or names in the order in which to try them; None picks.
+        rows: rows of all groups, one group after the other.
+        weights: one matrix per group, in the dtype of ``rows``; float32 is multiplied at the highest precision.
+        sizes: rows of each group; not negative, in total at most M.
+        implementation: "mosaic_gpu", "xla" or "reference", or names in the order to try them; None for the default
+            choice.
 
     Raises:
-        ValueError: wrong shape or dtype, when traced.
-        NotImplementedError: no implementation (or none of those named) supports the call, with the reason; when it is
-            differentiated, "mosaic_gpu"; arrays are sharded over explicit mesh axes.
+        ValueError: a wrong shape or dtype, at trace time.
+        NotImplementedError: no implementation (or none of those named) supports the call (the message has the reasons),
+            "mosaic_gpu" is differentiated, or arrays are sharded over explicit mesh axes.
     """
     for name, array, axes in (("rows", rows, "[M, K]"), ("weights", weights, "[E, K, N]")):
         check_array(name, array)

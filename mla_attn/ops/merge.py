@@ -1,4 +1,4 @@
-"""Merging partial results over disjoint sets of keys."""
+"""The merge of partial attention results over disjoint sets of keys."""
 
 from collections.abc import Sequence
 
@@ -17,23 +17,23 @@ def merge_states(
     sinks: Float[Array, "H"] | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
-    """Attention over the union of the partials' keys (Flash-Decoding; arXiv:2205.14135, section 3.1).
+    """Merges partial results into attention over the union of their keys (Flash-Decoding; arXiv:2205.14135, 3.1).
 
-    ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``. A partial whose lse is -inf saw no key:
-    its payload is not looked at, be it NaN. Rows where all are empty give 0 and -inf.
+    ``lse = log sum_i exp(lse_i)`` and ``out = sum_i exp(lse_i - lse) out_i``. A partial with an lse of -inf saw no key:
+    its output is ignored, even if it is NaN. Rows whose partials are all empty give 0 and -inf.
 
     Args:
         outs: partial outputs [T, H, V], one or more.
         lses: their log-sum-exps, natural log, [T, H].
-        sinks: raw sink logits per head, [H]: each adds ``exp(sink)`` to the softmax denominator, once, after all
+        sinks: raw sink logits per head, [H]: each adds ``exp(sink)`` to the softmax denominator, once for all
             partials. The returned ``lse`` excludes it.
-        out_dtype: dtype of the merged output; that of ``outs[0]`` if None.
+        out_dtype: dtype of the merged output; None for that of ``outs[0]``.
 
     Returns:
         ``(out, lse)``, ``lse`` float32.
 
     Raises:
-        ValueError: no partials, or shapes that differ.
+        ValueError: there are no partials, or their shapes differ.
     """
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"outs has {len(outs)} partials and lses {len(lses)}: must be equal and at least 1")
@@ -51,19 +51,19 @@ def merge_states(
     top = lses[0]
     for lse in lses[1:]:
         top = jnp.maximum(top, lse)
-    shift = jnp.where(jnp.isneginf(top), 0.0, top)  # all empty: -inf - -inf would be NaN
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)  # if all are empty, -inf - -inf would be NaN
     weights = [jnp.exp(lse - shift) for lse in lses]
     total = sum(weights, jnp.zeros_like(shift))
-    filled = total != 0  # NaN is not empty
+    filled = total != 0  # true for NaN, which must be kept
     total = jnp.where(filled, total, 1.0)
     lse = jnp.where(filled, shift + jnp.log(total), -jnp.inf)
-    # exp(lse) / (exp(lse) + exp(sink))
+    # This is exp(lse) / (exp(lse) + exp(sink)).
     kept = 1.0 if sinks is None else jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None])
     merged = jnp.full(outs[0].shape, -0.0, jnp.float32)  # the identity of addition: 0.0 would turn -0.0 into 0.0
     for out, weight in zip(outs, weights, strict=True):
         share = (weight / total * kept)[..., None]  # not exp(part - lse): a large lse is rounded more than its parts
         used = share != 0
-        # Masked before the product too: the derivative of `share` multiplies by it, and 0 * NaN is NaN.
+        # Masked before the product too, because the derivative of `share` multiplies by it, and 0 * NaN is NaN.
         part = jnp.where(used, out.astype(jnp.float32), 0.0)
         merged += jnp.where(used, part * share, -0.0)
     merged = jnp.where(filled[..., None], merged, 0.0)

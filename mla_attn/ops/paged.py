@@ -1,4 +1,4 @@
-"""What the paged ops have in common: facts of a call, and what the implementations in JAX say of them."""
+"""Code that the paged ops share: the facts of a call, plans, and ``supports`` of the implementations in plain JAX."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from mla_attn.ops.checks import check_paged_metadata
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCall:
-    """Static facts of a call over a paged cache, which with the device decide the implementation."""
+    """Static facts of a call over a paged cache, from which (with the device) the implementation is chosen."""
 
     spec: Any
     page_size: int
@@ -31,10 +31,10 @@ class PagedCall:
 def facts_of(
     pool: Any, spec: Any, *, max_q_len: int, causal: bool, tree: bool, sinks: bool, batch_invariant: bool
 ) -> dict[str, Any]:
-    """The fields of a ``PagedCall`` over ``pool``, which may be abstract (of ``jax.eval_shape``).
+    """The fields of a ``PagedCall`` over ``pool``, which may be abstract (from ``jax.eval_shape``).
 
     Raises:
-        ValueError: a value or a combination that no call may have.
+        ValueError: a value or combination of values is invalid.
     """
     max_q_len = check_integer("max_q_len", max_q_len, 1)
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
@@ -54,11 +54,11 @@ def plan_calls(
     out_dtype: DTypeLike,
     **flags: bool,
 ) -> AttentionMetadata:
-    """The metadata with the work list of calls to come; arguments and errors are those of ``plan_mla``.
+    """Adds a work list to the metadata; arguments and errors are those of ``plan_mla``.
 
     Args:
-        kind: the op's ``PagedCall``.
-        choose: the implementation that computes such a call.
+        kind: the op's subclass of ``PagedCall``.
+        choose: function that picks the implementation of such a call.
     """
     metadata = check_paged_metadata(metadata)
     check_out_dtype(out_dtype)
@@ -66,7 +66,7 @@ def plan_calls(
     chosen = choose(call)
     if chosen.plan is None:
         return metadata
-    metadata = dataclasses.replace(metadata, work_plan=None)  # a list it has may be of other lengths
+    metadata = dataclasses.replace(metadata, work_plan=None)  # drop an older list, which may be for other lengths
     return chosen.plan(
         metadata, pool, spec, causal=call.causal, batch_invariant=call.batch_invariant, out_dtype=np.dtype(out_dtype)
     )

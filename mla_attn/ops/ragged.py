@@ -1,4 +1,4 @@
-"""Attention over packed, unpaged keys and values: prefill, and chunks of a cached prefix after expansion."""
+"""Attention over packed, unpaged keys and values, for prefill and for expanded chunks of a cached prefix."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedCall:
-    """Static facts of a call, which with the device decide the implementation; made by ``RaggedCall.of``."""
+    """Static facts of a call, from which (with the device) the implementation is chosen; made by ``RaggedCall.of``."""
 
     heads: int
     kv_heads: int
@@ -48,7 +48,7 @@ class RaggedCall:
         """The facts of a call over arrays, which may be abstract.
 
         Raises:
-            ValueError: query heads that key heads do not divide.
+            ValueError: the number of query heads is not a multiple of the number of key heads.
         """
         (_, heads, qk_dim), kv_heads = q.shape, k.shape[1]
         if kv_heads < 1 or heads % kv_heads:
@@ -91,28 +91,28 @@ def ragged_attention(
         q: queries [T, H, D]; H a multiple of K.
         k: keys [Tk, K, D].
         v: values [Tk, K, V]; V may differ from D (DeepSeek: 192 and 128).
-        metadata: which rows of queries and keys are whose.
+        metadata: the rows of each request.
         scale: softmax scale.
         causal: False lets every row see all keys of its request.
-        window: keys a row may see, itself included; needs ``causal``.
+        window: number of visible keys per row, its own included; needs ``causal``.
         soft_cap: scores become ``cap * tanh(score / cap)``.
-        sinks: raw logits of each head, neither scaled nor capped: ``exp(sink)`` joins the softmax denominator. -inf is
-            none; where it is inf, ``out`` is 0.
-        return_lse: also return the log-sum-exp; not with ``sinks``, which ``merge_states`` takes.
-        out_dtype: dtype of ``out``; that of ``q`` if None.
-        implementation: "xla" or "reference", or names in the order in which to try them; None picks.
+        sinks: one raw logit per head, neither scaled nor capped: ``exp(sink)`` is added to the softmax denominator.
+            -inf means no sink; with inf, ``out`` is 0.
+        return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
+        out_dtype: dtype of ``out``; None for that of ``q``.
+        implementation: "xla" or "reference", or names in the order to try them; None for the default choice.
 
     Returns:
-        ``out`` [T, H, V]; with ``return_lse`` also ``lse`` float32 [T, H] (natural log). Rows that see no key and rows
-        nobody owns give exactly 0 and -inf; rows with a score that is NaN give NaN in both.
+        ``out`` [T, H, V]; with ``return_lse`` also ``lse`` float32 [T, H] (natural log). Rows without visible keys and
+        padding rows give exactly 0 and -inf; rows with a NaN score give NaN in both.
 
     Raises:
-        ValueError: wrong shape, dtype or static value, when traced.
-        NotImplementedError: no implementation (or none of those named) supports the call, with the reason; arrays are
-            sharded over explicit mesh axes.
+        ValueError: a wrong shape, dtype or static value, at trace time.
+        NotImplementedError: no implementation (or none of those named) supports the call (the message has the reasons),
+            or arrays are sharded over explicit mesh axes.
 
-    The derivative, in either mode, is that of "reference", which holds every score at once: float32 [B, max_q_len, H,
-    max_kv_len].
+    The derivative, in forward and reverse mode, is that of "reference", which stores all scores: float32 [B,
+    max_q_len, H, max_kv_len].
     """
     for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[Tk, K, D]"), ("v", v, "[Tk, K, V]")):
         check_heads(name, array, axes)
@@ -142,7 +142,7 @@ def ragged_attention(
 
 
 def check_heads(name: str, array, axes: str) -> None:
-    """Queries, keys or values: a floating array of three axes."""
+    """Raises ValueError unless ``array`` (queries, keys or values) is floating with three axes."""
     check_array(name, array)
     if array.ndim != 3:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {axes}")
@@ -150,7 +150,7 @@ def check_heads(name: str, array, axes: str) -> None:
 
 
 def check_ragged_metadata(metadata: RaggedMetadata) -> RaggedMetadata:
-    """The metadata, its static fields as Python's integers; it is often made by hand."""
+    """Checks metadata, which is often made by hand; returns it with its static fields as Python integers."""
     for name in ("q_starts", "q_lens", "kv_starts", "kv_lens"):
         array = getattr(metadata, name)
         check_shape(f"metadata.{name}", array, metadata.q_lens.shape[:1], "[B] of metadata.q_lens")

@@ -1,4 +1,4 @@
-"""The passes that draft a tree with the model's draft layer, verify it, and bring the draft layer up to date."""
+"""The passes that draft a tree with the model's draft layer, verify it, and run accepted tokens through that layer."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ from mla_attn.speculative import DraftTree, accept_tree, path_moves, top_drafts
 
 
 class DraftPasses:
-    """The passes of one draft tree as ``Buckets``, each built when it is first asked for: ``draft_prefill``,
-    ``draft_decode`` (one for each step after the first draft), ``target_verify`` and ``draft_extend``.
+    """The passes of one draft tree as ``Buckets``, each built at its first use: ``draft_prefill``, ``draft_decode``
+    (one for each step after the first draft), ``target_verify`` and ``draft_extend``.
 
     Args:
         passes: passes of the model.
-        model: that ``passes`` was made of.
-        tree: drafts per verify step; a chain of K drafts is a tree of K widths of 1.
+        model: the model that ``passes`` was built from.
+        tree: drafts per verify step; a chain of K drafts is a tree with K widths of 1.
 
     Raises:
         ValueError: the model cannot draft, or a node of the tree has more children than there are tokens.
@@ -41,27 +41,27 @@ class DraftPasses:
 
     @functools.cached_property
     def draft_prefill(self) -> Buckets:
-        """Prefill chunks through the draft layer: the first drafts of each request."""
+        """Runs prefill chunks through the draft layer, which gives each request's first drafts."""
         inputs = ("page_table", "seq_lens", "q_lens", "next_tokens", "sampled", "prompt_hidden")
         return self._passes.buckets("draft_prefill", Method(self.functions, "draft_prefill"), inputs, prompts=True)
 
     @functools.cached_property
     def target_verify(self) -> Buckets:
-        """The anchor (the last emitted token) and its drafts through the model: which are accepted and emitted."""
+        """Runs the anchor (the last emitted token) and its drafts through the model, and accepts drafts."""
         inputs = ("page_table", "lens", "active", "tokens", "drafts", *SAMPLING)
         return self._passes.buckets("target_verify", Method(self.functions, "target_verify"), inputs, **self._sizes)
 
     @functools.cached_property
     def draft_extend(self) -> Buckets:
-        """The emitted tokens through the draft layer, with the target's hidden states: the next first drafts."""
+        """Runs the emitted tokens through the draft layer, with the target's hidden states: the next first drafts."""
         inputs = ("page_table", "lens", "active", "emitted", "num_emitted", "emitted_hidden")
         return self._passes.buckets("draft_extend", Method(self.functions, "draft_extend"), inputs, **self._sizes)
 
     @functools.cached_property
     def draft_decode(self) -> tuple[Buckets, ...]:
-        """A pass for each depth but the last: its drafts through the draft layer give the drafts after them.
+        """One pass for each depth but the last, which runs the drafts of that depth to get those of the next.
 
-        Steps that differ only in their number, as those of a chain do, share a program.
+        Steps that differ only in their number, as in a chain, share a program.
         """
         tree, made, steps = self.tree, {}, []
         for level in range(1, tree.depth):
@@ -72,7 +72,7 @@ class DraftPasses:
 
     @property
     def all(self) -> list[Buckets]:
-        """Every program's ``Buckets``, once."""
+        """The distinct ``Buckets`` of all passes."""
         return [self.draft_prefill, *dict.fromkeys(self.draft_decode), self.target_verify, self.draft_extend]
 
     def _draft_decode(self, level: int) -> Buckets:
@@ -96,7 +96,7 @@ class DraftFunctions:
     hidden_size: int
 
     def draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """Row t of the draft layer takes the token after t: ``next_tokens``, or the sampled token where that is -1."""
+        """Runs prefill chunks. Row t takes the token after t: ``next_tokens``, or the sampled token if that is -1."""
         passes, rows = self.base, x["next_tokens"].shape[0]
         model, m = passes.model(state), passes.prompt_metadata(x, rows)
         owner, _ = md.row_owners(m.q_starts, m.q_lens, rows)
@@ -143,7 +143,7 @@ class DraftFunctions:
         return self._first_drafts(model, last_rows(hidden, m)), pools
 
     def draft_decode(self, level: int, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """Runs drafts of depth ``level``, which gives ``widths[level]`` drafts after each of them."""
+        """Runs the drafts of depth ``level``, and drafts ``widths[level]`` children of each."""
         passes, tree = self.base, self.tree
         nodes, spread, width = tree.level_sizes[level], tree.widths[level - 1], tree.widths[level]
         drafted = slice(1, tree.level_starts[level] + nodes)
@@ -167,7 +167,7 @@ class DraftFunctions:
         return {"drafts": drafts, "hidden": hidden}
 
     def _mask(self, batch: int, rows: slice, columns: slice):
-        """The tree's mask for every request; None for a chain, where the causal mask is all there is."""
+        """The tree mask for every request; None for a chain, which needs only the causal mask."""
         if self.tree.is_chain:
             return None
         mask = jnp.asarray(self.tree.mask[rows, columns])

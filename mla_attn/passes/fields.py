@@ -1,7 +1,7 @@
-"""The table of fields: every input and output of a pass, with its shape, its dtype, and who keeps it between passes.
+"""The table of fields: every input and output of a pass, with its shape, its dtype, and whether it is kept.
 
 Axes: B requests of the call, T packed prompt rows, W pages per request, ``dim`` the model's hidden size; for a draft
-tree ``nodes`` drafts, ``path`` the most tokens emitted, and ``width`` nodes of the level that drafts come from.
+tree ``nodes`` its drafts, ``path`` the most tokens emitted, and ``width`` the nodes of the level that is expanded.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Field:
         name: key in the dict of arrays.
         axes: names of its axes, as in jaxtyping's annotations; empty for a scalar.
         dtype: dtype of the array; None for the model's.
-        kept: whether it is state of a request, which goes from pass to pass and may stay on the device.
+        kept: whether it is state of a request: an output of one pass and input of the next, which may stay on device.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Field:
 FIELDS = {
     field.name: field
     for field in (
-        # Which requests, and where their rows are.
+        # Requests and their cache rows.
         Field("page_table", "B W"),
         Field("slots", "B"),  # index of each request's state on the device
         Field("active", "B"),  # 1, or 0 for padding
@@ -53,7 +53,7 @@ FIELDS = {
         Field("prompt_tokens", "T"),
         Field("seq_lens", "B"),  # tokens up to the end of this prefill chunk
         Field("q_lens", "B"),  # tokens of this prefill chunk; 0 for padding
-        Field("next_tokens", "T"),  # token after each row; -1 after a prompt's last: ``sampled`` has it
+        Field("next_tokens", "T"),  # token after each row; -1 after a prompt's last row: take it from ``sampled``
         Field("sampled", "B"),
         Field("prompt_hidden", "T dim", None),
         # Tokens.
@@ -64,7 +64,7 @@ FIELDS = {
         Field("seed", "B", jnp.uint32, kept=True),
         # Drafts.
         Field("drafts", "B nodes", kept=True),
-        Field("hidden", "B width dim", None, kept=True),  # draft layer's states that the next drafts come from
+        Field("hidden", "B width dim", None, kept=True),  # draft layer's states, from which the next drafts follow
         Field("step", ""),
         Field("num_drafted", ""),
         Field("emitted", "B path"),
@@ -73,7 +73,7 @@ FIELDS = {
     )
 }
 SAMPLING = ("temperature", "top_k", "top_p", "seed")  # options of ``sampling.sample``
-INVALID_TOKEN = -2  # stands for the token of logits that are not all finite; in ``emitted``, -1 is no token
+INVALID_TOKEN = -2  # token id for logits that are not all finite; in ``emitted``, -1 means no token
 KEPT = tuple(name for name, field in FIELDS.items() if field.kept)
 
 
@@ -83,5 +83,5 @@ def structs(names: Iterable[str], sizes: Sizes, dtype: Any) -> Arrays:
 
 
 def zeros(names: Iterable[str], sizes: Sizes, dtype: Any) -> Arrays:
-    """Zeros on the host for these fields: padding requests, and greedy sampling."""
+    """Host arrays of zeros for these fields, which mean padding requests and greedy sampling."""
     return {name: np.zeros(s.shape, s.dtype) for name, s in structs(names, sizes, dtype).items()}

@@ -1,8 +1,8 @@
-"""The passes of a model as programs: one for each mode and shape, compiled ahead of time and run by the engine.
+"""The passes of a model as programs, one for each mode and shape, compiled ahead of time and run by the engine.
 
 Every pass is a pure function ``(state, pools, inputs) -> (outputs, pools)`` of the model's arrays, the pools of its
-cache groups and a dict of fields (``mla_attn.passes.fields``); metadata is built inside. Requests with ``q_lens`` (or
-``active``) 0 are padding.
+cache groups and a dict of fields (``mla_attn.passes.fields``); metadata is built inside. Requests with ``q_lens`` or
+``active`` of 0 are padding.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from mla_attn.passes.functions import Functions, Method
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Ladders of shapes, and static sizes, that the passes are compiled for.
+    """The ladders of shapes and the static sizes that the passes are compiled for.
 
     Attributes:
         batches: ladder of request counts B.
-        prompt_rows: ladder of prompt tokens T of one pass, all requests together.
+        prompt_rows: ladder of prompt tokens T of one pass, summed over requests.
         table_width: pages per request W.
         page_size: tokens per page P.
         max_len: most tokens of a request.
-        prompt_batches: ladder of request counts in passes over prompts; ``batches`` if None.
+        prompt_batches: ladder of request counts in passes over prompts; None for ``batches``.
     """
 
     batches: tuple[int, ...]
@@ -47,11 +47,11 @@ class Pass:
     """A pass before it is compiled.
 
     Attributes:
-        name: its mode, shown in progress, warnings and profiles.
+        name: the pass's mode, shown in progress, warnings and profiles.
         fn: the pure function.
-        inputs: names of the fields it takes.
-        sizes: sizes of their axes, but for B and T.
-        given: kept fields among the inputs that the host gives, because the request begins with this pass.
+        inputs: names of the fields that it takes.
+        sizes: sizes of the fields' axes except B and T.
+        given: kept fields that the host passes in, because the request begins with this pass.
     """
 
     name: str
@@ -62,21 +62,22 @@ class Pass:
 
 
 class Passes:
-    """The passes of one model as ``Buckets``, each built when it is first asked for. ``DraftPasses`` adds those that
-    draft and verify.
+    """The passes of one model as ``Buckets``, each built at its first use. ``DraftPasses`` has the passes that draft
+    and verify.
 
-    There is a program for each pass and batch size, and in passes over prompts for each number of rows too. Models that
-    differ in nothing but their arrays share programs, which are compiled once in a process.
+    There is a program for each pass and batch size, and for passes over prompts also for each number of rows. Models
+    that differ only in their arrays share programs, which are compiled once per process.
 
     Args:
-        model: the model; its arrays become ``state``, which every pass takes.
+        model: the model; its arrays become ``state``, an argument of every pass.
         shapes: shapes to compile for.
-        implementation: implementation of the attention ops; None picks, by the environment as it is now.
-        wrap: applied to every pass before it is compiled.
+        implementation: implementation of the attention ops; None for the environment variable's value at this time,
+            else the default choice.
+        wrap: function that is applied to every pass before it is compiled.
     """
 
-    functions_class = Functions  # benchmarks replace it
-    buckets_class = Buckets  # benchmarks replace it
+    functions_class = Functions  # replaced by benchmarks
+    buckets_class = Buckets  # replaced by benchmarks
 
     def __init__(
         self,
@@ -92,17 +93,18 @@ class Passes:
         self.sizes = {"W": shapes.table_width, "dim": model.hidden_size}
 
     def replacement(self, model_or_state: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Checks another model's arrays; returns that model, and what ``state`` becomes with its arrays.
+        """Checks another model's arrays; returns that model, and its arrays as a value for ``state``.
 
         Raises:
-            ValueError: parameters, shapes or dtypes differ, by name, or the model is built otherwise.
+            ValueError: a parameter is missing or has another shape or dtype (the message names it), or the model has
+                another structure.
         """
         graphdef, state = (self.functions.graphdef, model_or_state)
         if isinstance(model_or_state, nnx.Module):
             graphdef, state = nnx.split(model_or_state)
         if not isinstance(state, nnx.State):
             raise ValueError(f"model_or_state is a {type(state).__name__}, must be a model or an nnx.State")
-        # What is held, not what the model of old has now: its parameters may have been replaced since.
+        # Compare with ``state``, not with the original model, whose parameters may have been replaced since.
         held = jax.tree.unflatten(self.functions.structure, self.state[: self.functions.structure.num_leaves])
         old, new = (dict(nnx.to_flat_state(s)) for s in (held, state))
         for path in [*old, *new]:
@@ -114,12 +116,12 @@ class Passes:
 
     @functools.cached_property
     def prefill(self) -> Buckets:
-        """Prompts of which nothing is cached."""
+        """Whole prompts with no cached tokens."""
         return self._prompt("prefill")
 
     @functools.cached_property
     def extend(self) -> Buckets:
-        """Prefill chunks, after what is cached of their prompts."""
+        """Prefill chunks that continue after the cached part of their prompts."""
         return self._prompt("extend")
 
     @functools.cached_property
@@ -142,9 +144,9 @@ class Passes:
         given: tuple[str, ...] = (),
         **sizes: int,
     ) -> Buckets:
-        """The ``Buckets`` of a pass: every batch size and, over prompts, every number of rows.
+        """The ``Buckets`` of a pass, for every batch size and, if over prompts, for every number of rows.
 
-        Passes whose ``fn`` and other arguments are equal share programs.
+        Passes with equal ``fn`` and equal other arguments share programs.
         """
         made, jitted = _jitted(name, fn, inputs, tuple({**self.sizes, **sizes}.items()), given, self._wrap)
         shapes = self.shapes
@@ -155,7 +157,7 @@ class Passes:
         return self.buckets_class(name, jitted, rungs)
 
 
-@functools.lru_cache(maxsize=64)  # passes: JAX keeps the programs of each for as long as it is kept here
+@functools.lru_cache(maxsize=64)  # passes; JAX keeps a pass's programs while it is in this cache
 def _jitted(
     name: str,
     fn: Callable[..., Any],
@@ -164,18 +166,18 @@ def _jitted(
     given: tuple[str, ...],
     wrap: Callable[[Pass], Pass],
 ) -> tuple[Pass, Any]:
-    """Wraps and jits a pass. Equal passes get one object, because JAX keeps what it compiled by object."""
+    """Wraps and jits a pass. Equal passes share one object, because JAX caches compiled programs by object."""
     made = wrap(Pass(name, fn, inputs, dict(sizes), given))
     return made, jit_step(made.fn, name)
 
 
 def forget_programs() -> None:
-    """Let go of programs that no engine holds; they are otherwise kept for the next one that is equal."""
+    """Releases programs that no engine uses; otherwise they are kept for the next engine with equal passes."""
     _jitted.cache_clear()
 
 
 def _check_parameter(name: str, old: Any, new: Any) -> None:
-    """Raises ValueError unless parameter ``new`` can take the place of ``old``; either may be absent."""
+    """Raises ValueError unless parameter ``new`` can replace ``old``; either may be absent."""
     kinds = [_kind(parameter) for parameter in (new, old)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"model_or_state has {kinds[0]} at {name!r}, must be {kinds[1]}")

@@ -1,4 +1,4 @@
-"""Speculative decoding: draft trees, and which drafts the target accepts."""
+"""Speculative decoding: draft trees, and acceptance of drafts by the target model."""
 
 from mla_attn.speculative.acceptance import Acceptance, accept_greedy, accept_sampled
 from mla_attn.speculative.tree import (

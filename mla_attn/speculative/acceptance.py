@@ -1,4 +1,4 @@
-"""Which drafts of a chain the target model accepts, on the device: nothing goes to the host."""
+"""Acceptance of the drafts of a chain by the target model, computed on the device without reading anything back."""
 
 import dataclasses
 
@@ -14,13 +14,13 @@ from mla_attn.checks import as_int32, check_array, check_type
 class Acceptance:
     """Outcome of one verify step.
 
-    A step emits one token more than it accepts drafts: the target's own token after the last accepted draft, which is
-    the correction or, when all drafts were right, the bonus.
+    A step emits the accepted drafts and one more token: the target's own token after the last accepted draft, which is
+    the correction or, when all drafts were accepted, the bonus token.
 
     Attributes:
         accepted_drafts: int32 [B], 0 to K.
-        emitted: int32 [B, K + 1], accepted drafts then the correction or bonus, -1 after them.
-        num_emitted: int32 [B], ``accepted_drafts + 1``; 0 on padding rows.
+        emitted: int32 [B, K + 1], the accepted drafts, the correction or bonus token, then -1.
+        num_emitted: int32 [B], ``accepted_drafts + 1``; 0 for padding requests.
         next_tokens: int32 [B], the last emitted token, whose row is not cached yet.
     """
 
@@ -34,9 +34,9 @@ def accept_greedy(drafts: Int[Array, "B K"], targets: Int[Array, "B tokens"], q_
     """Accepts drafts as long as they equal the target's greedy tokens (arXiv:2211.17192 at temperature 0).
 
     Args:
-        drafts: drafted tokens; -1 is no draft and is never accepted.
+        drafts: drafted tokens; -1 means no draft and is never accepted.
         targets: greedy token of the target after each row (anchor first), [B, K + 1].
-        q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
+        q_lens: rows of each request in the verify call, anchor included; 0 for padding. Drafts past it are ignored.
 
     Raises:
         ValueError: a wrong shape or dtype.
@@ -65,20 +65,20 @@ def accept_sampled(
     target_probs: Float[Array, "B tokens vocab"],
     q_lens: Int[Array, "B"],
 ) -> Acceptance:
-    """Accepts drafts by speculative sampling (arXiv:2211.17192, algorithm 1): emitted tokens are distributed as the
-    target's.
+    """Accepts drafts by speculative sampling (arXiv:2211.17192, algorithm 1): emitted tokens have the target's
+    distribution.
 
-    Draft d is accepted with probability ``min(1, p(d) / q(d))``; the first one that is not is replaced by a token drawn
-    from ``max(p - q, 0)``, normalised. When all are accepted the bonus token is drawn from p.
+    Draft d is accepted with probability ``min(1, p(d) / q(d))``. The first rejected draft is replaced by a token drawn
+    from ``max(p - q, 0)``, normalised. If all are accepted, the bonus token is drawn from p.
     Probabilities of any floating dtype are compared in float32.
 
     Args:
-        keys: a random key per request, so that a request's tokens do not depend on its batch.
-        drafts: drafted tokens; -1 is no draft and is never accepted.
-        draft_probs: q, the distributions that the drafts were drawn from; None if they were not drawn but chosen
-            (greedy or top-k drafts), so that q is one at the draft and zero elsewhere.
+        keys: one random key per request, so that a request's tokens do not depend on its batch.
+        drafts: drafted tokens; -1 means no draft and is never accepted.
+        draft_probs: q, the distributions that the drafts were drawn from; None if drafting was deterministic (greedy or
+            top-k), so that q is 1 at the draft and 0 elsewhere.
         target_probs: p after each row (anchor first), [B, K + 1, vocab].
-        q_lens: rows of each request in the verify call, anchor included; 0 on padding rows. Drafts past it are none.
+        q_lens: rows of each request in the verify call, anchor included; 0 for padding. Drafts past it are ignored.
 
     Raises:
         ValueError: a wrong shape or dtype.
@@ -99,7 +99,7 @@ def accept_sampled(
     real = (drafts >= 0) & (column + 1 < q_lens[:, None])
     q = jax.nn.one_hot(drafts, vocab) if draft_probs is None else draft_probs
     q = jnp.asarray(q, jnp.float32)
-    q = jnp.where(real[:, :, None], q, 0.0)  # no draft takes nothing from p
+    q = jnp.where(real[:, :, None], q, 0.0)  # a missing draft subtracts nothing from p
     token = jnp.maximum(drafts, 0)[:, :, None]
     p_draft, q_draft = (jnp.take_along_axis(x, token, axis=2)[:, :, 0] for x in (target_probs[:, :-1], q))
     judge, draw = jax.vmap(lambda key: tuple(jax.random.split(key)), out_axes=0)(keys)
@@ -111,7 +111,7 @@ def accept_sampled(
     q_next = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
     q_next = jnp.take_along_axis(q_next, accepted[:, None, None], axis=1)[:, 0]
     rest = jnp.maximum(p_next - q_next, 0)
-    rest = jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)  # p = q up to rounding
+    rest = jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)  # the sum is 0 if p = q up to rounding
     corrections = jax.vmap(jax.random.categorical)(draw, jnp.log(rest)).astype(jnp.int32)
     column = jnp.arange(count + 1, dtype=jnp.int32)[None]
     tokens = jnp.where(column < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), corrections[:, None])

@@ -2,7 +2,7 @@
 
 Row 0 of a request is the anchor, the last emitted token; the other rows are drafts, parents before children. Row i of
 the verify call is cached as key index ``prefix + i``, and its position for rotary embeddings is ``prefix + depth``.
-Afterwards ``move_rows`` brings the rows of the accepted path next to each other.
+Afterwards ``move_rows`` moves the rows of the accepted path to consecutive key indices.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from mla_attn.varying import vary_together
 
 @dataclasses.dataclass(frozen=True)
 class DraftTree:
-    """The shape of a tree in which every node at depth d has ``widths[d]`` children; widths of 1 make a chain.
+    """The shape of a tree in which every node at depth d has ``widths[d]`` children; a chain has widths of 1.
 
-    Nodes are numbered level by level, the anchor first, children of one parent side by side, likeliest first.
+    Nodes are numbered level by level, the anchor first. The children of a parent are consecutive, likeliest first.
     """
 
     widths: tuple[int, ...]
@@ -32,7 +32,7 @@ class DraftTree:
         widths = tuple(check_integers("widths", self.widths))
         if not widths or min(widths) < 1:
             raise ValueError(f"widths={self.widths} must be one or more integers of at least 1")
-        object.__setattr__(self, "widths", widths)  # hashable, of Python's integers
+        object.__setattr__(self, "widths", widths)  # hashable, with Python integers
 
     @classmethod
     def parse(cls, text: str) -> "DraftTree":
@@ -44,27 +44,27 @@ class DraftTree:
 
     @classmethod
     def chain(cls, num_drafts: int) -> "DraftTree":
-        """A chain: ``num_drafts`` drafts one after the other."""
+        """A chain of ``num_drafts`` drafts."""
         return cls((1,) * check_integer("num_drafts", num_drafts, 1))
 
     @property
     def depth(self) -> int:
-        """Levels of drafts: the most that can be accepted."""
+        """Levels of drafts, which is the largest number that can be accepted."""
         return len(self.widths)
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node has one child at most."""
+        """Whether every node has at most one child."""
         return max(self.widths) == 1
 
     @functools.cached_property
     def level_sizes(self) -> tuple[int, ...]:
-        """Nodes at each depth, the anchor's 1 included."""
+        """Nodes at each depth, starting with 1 for the anchor."""
         return tuple(math.prod(self.widths[:d]) for d in range(self.depth + 1))
 
     @functools.cached_property
     def level_starts(self) -> tuple[int, ...]:
-        """Number of the first node at each depth."""
+        """Index of the first node at each depth."""
         return tuple(sum(self.level_sizes[:d]) for d in range(self.depth + 1))
 
     @property
@@ -100,7 +100,7 @@ def mask_of_parents(parents: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
     """Tree masks of trees that differ by request: row i sees itself and its ancestors.
 
     Args:
-        parents: parent row of each row, always before it; -1 for the anchor and for rows that are not there.
+        parents: parent row of each row, always before it; -1 for the anchor and for unused rows.
     """
     parents = as_int32("parents", parents)
     rows = parents.shape[1]
@@ -116,9 +116,9 @@ def mask_of_parents(parents: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrunedTree:
-    """Trees cut to a budget, one for each request: ``tokens``, ``parents``, ``depths``, int32 [B, S].
+    """Trees pruned to a budget, one per request: ``tokens``, ``parents``, ``depths``, int32 [B, S].
 
-    Rows that a request does not have hold token -1, parent -1 and depth 0.
+    Unused rows have token -1, parent -1 and depth 0.
     """
 
     tokens: Int[Array, "B S"]
@@ -132,13 +132,13 @@ def prune(
     """Keeps the anchor and the ``budget`` likeliest drafts of a full tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
     A draft's likelihood is the product of the draft model's probabilities on its path. It never exceeds its parent's,
-    and of equals the earlier node wins, so ancestors are kept with their descendants.
+    and ties go to the earlier node, so the ancestors of a kept node are kept.
 
     Args:
-        tokens: tokens of all nodes, the anchor first; -1 for drafts that are not there.
+        tokens: tokens of all nodes, the anchor first; -1 for missing drafts.
         log_probs: log-probability of each draft given its parent; the anchor's is ignored.
         tree: shape of the full tree.
-        budget: drafts to keep, 1 to ``tree.size - 1``.
+        budget: number of drafts to keep, 1 to ``tree.size - 1``.
     """
     budget = check_integer("budget", budget, 1, tree.size - 1)
     tokens = as_int32("tokens", tokens)
@@ -168,22 +168,22 @@ def accept_tree(
     *,
     max_depth: int,
 ) -> tuple[Acceptance, Int[Array, "B depth"]]:
-    """Follows the target's tokens from the anchor down the tree as long as a child holds them (arXiv:2305.09781).
+    """Follows the target's tokens down the tree from the anchor, as long as a child has that token (arXiv:2305.09781).
 
-    With ``targets`` the target's greedy tokens, the result is greedy decoding. With ``targets`` drawn from the target's
-    distribution at each row it is sampling from the target, exactly, because drafts are points: a child is taken with
-    the probability of its token.
+    If ``targets`` are the target's greedy tokens, the result is greedy decoding. If they are drawn from the target's
+    distribution at each row, the result is exact sampling from the target, because drafting is deterministic: a child
+    is taken with the probability of its token.
 
     Args:
-        tokens: token of each row, the anchor first; -1 is no draft and is never accepted.
+        tokens: token of each row, the anchor first; -1 means no draft and is never accepted.
         parents: parent row of each row, -1 for the anchor.
         targets: the target's token after each row.
-        q_lens: rows of each request in the verify call; 0 on padding rows. Rows past it are no drafts.
+        q_lens: rows of each request in the verify call; 0 for padding. Rows past it are ignored.
         max_depth: most drafts that can be accepted, static.
 
     Returns:
-        The outcome, ``emitted`` [B, max_depth + 1], and the accepted rows, anchor first, [B, max_depth + 1], -1 after
-        them.
+        The outcome, with ``emitted`` [B, max_depth + 1], and the accepted rows [B, max_depth + 1]: the anchor first, -1
+        after the last.
     """
     tokens, parents = as_int32("tokens", tokens), as_int32("parents", parents)
     targets, q_lens = as_int32("targets", targets), as_int32("q_lens", q_lens)
@@ -215,7 +215,7 @@ def accept_tree(
 def path_moves(
     slots: Int[Array, "B S"], path: Int[Array, "B depth"]
 ) -> tuple[Int[Array, "moves"], Int[Array, "moves"]]:
-    """Makes ``src, dst`` of the ``move_rows`` that brings the rows of an accepted path next to each other.
+    """Computes ``src, dst`` for ``move_rows``, which moves the rows of the accepted path to consecutive key indices.
 
     Args:
         slots: slot of each row of the verify call.

@@ -1,4 +1,4 @@
-"""The jitted entry points, one a mode."""
+"""The jitted entry points, one per mode."""
 
 from mla_attn.steps.gqa import (
     gqa_decode,

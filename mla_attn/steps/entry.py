@@ -1,4 +1,4 @@
-"""What makes a function a step that users call."""
+"""The decorator for the steps that users call."""
 
 import functools
 import inspect
@@ -14,10 +14,10 @@ _FLAGS = ("return_lse", "batch_invariant")
 
 
 class EntryPoint:
-    """A jitted step whose ``implementation`` is settled at every call: ``MLA_ATTN_IMPLEMENTATION`` holds as it is then.
+    """A jitted step that reads ``MLA_ATTN_IMPLEMENTATION`` at every call.
 
-    What JAX caches knows nothing of the environment. The pool is donated; ``trace``, ``lower`` and
-    ``eval_shape`` are those of ``jax.jit``.
+    JAX's cache does not depend on the environment, so ``implementation`` is resolved before ``jax.jit`` is called. The
+    pool is donated; ``trace``, ``lower`` and ``eval_shape`` are those of ``jax.jit``.
     """
 
     def __init__(self, step: Callable[..., Any], static: tuple[str, ...]):
@@ -42,15 +42,16 @@ class EntryPoint:
         for name in self._static:
             if isinstance(kwargs.get(name), jax.Array):
                 raise ValueError(f"{name}={kwargs[name]!r} must be static, not an array")
-        # Here, where a list is no error of JAX's yet and NumPy's True no other program than Python's.
+        # Checked before JAX hashes static arguments: a list would raise JAX's error, and NumPy's True would compile
+        # another program than Python's.
         kwargs |= {name: check_flag(name, kwargs[name]) for name in _FLAGS if name in kwargs}
         pool = args[self._pool_at] if len(args) > self._pool_at else kwargs.get("pool")
         layer, placement = kwargs.get("layer"), getattr(pool, "placement", None)
         if layer is not None and placement is not None and not isinstance(layer, jax.ShapeDtypeStruct):
-            kwargs["layer"] = placement.check_layer(layer)  # once traced, its value is not known
+            kwargs["layer"] = placement.check_layer(layer)  # its value is unknown inside the trace
         return {**kwargs, "implementation": requested(implementation)}
 
 
 def entry_point(*static: str) -> Callable[[Callable[..., Any]], EntryPoint]:
-    """Decorator: a step with the arguments ``static``, and ``implementation``, static."""
+    """Decorator that makes a function a step; the arguments ``static``, and ``implementation``, are static."""
     return lambda step: EntryPoint(step, static)

@@ -1,8 +1,8 @@
-"""The jitted entry points of grouped-query attention, one a mode, for one layer of any model.
+"""The jitted entry points of grouped-query attention, one per mode, for one layer of any model.
 
 Each writes this call's keys and values into the cache, attends, and returns ``(out, pool)``. Specs are static and the
-pool is donated; inside an outer ``jit`` they inline and the outer one donates. ``gqa_attention`` alone reads without
-writing: over another model's cache, say, which a draft model then shares.
+pool is donated; inside an outer ``jit`` they are inlined, and the outer ``jit`` must donate. To attend without writing,
+for example over a cache that a draft model shares, call ``gqa_attention``.
 """
 
 from jaxtyping import Array, Bool, Float, Int
@@ -23,8 +23,8 @@ _STATIC = ("spec", "query_scaling", "return_lse")
 
 
 def _paged_step(name: str, summary: str):
-    """A jitted step over the paged cache. The modes differ in their metadata and in nothing else, but each is its own
-    compiled program under its own name, as buckets and profiles see it."""
+    """Makes a jitted step over the paged cache. The modes differ only in their metadata, but each mode is a compiled
+    program with its own name, which buckets and profiles show."""
 
     def step(
         q: Float[Array, "T H D"],
@@ -72,30 +72,30 @@ _PAGED_DOC = """
         spec: static facts of the attention.
         layer: layer of the pool, a Python int or an int32 scalar. A traced value out of range cannot raise: nothing is
             written and the output is undefined.
-        tree_mask: of ``gqa_attention``, for verifying or drafting trees.
-        sinks: of ``gqa_attention``.
+        tree_mask: as in ``gqa_attention``, for verifying or drafting trees.
+        sinks: as in ``gqa_attention``.
         query_scaling: position-dependent scaling of the queries.
         return_lse: also return the log-sum-exp of the scores.
-        implementation: of ``gqa_attention``.
-        batch_invariant: of ``gqa_attention``.
+        implementation: as in ``gqa_attention``.
+        batch_invariant: as in ``gqa_attention``.
 
     Returns:
-        ``(out [T, H, V], pool)``, with ``return_lse`` ``(out, lse [T, H], pool)``.
+        ``(out [T, H, V], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``.
 
     Raises:
-        ValueError, NotImplementedError: as ``write_kv`` and ``gqa_attention``.
+        ValueError, NotImplementedError: as in ``write_kv`` and ``gqa_attention``.
     """
 
-gqa_decode = _paged_step("gqa_decode", "One token per request; metadata from ``for_decode`` or ``for_mixed``.")
+gqa_decode = _paged_step("gqa_decode", "Runs one token per request; metadata from ``for_decode`` or ``for_mixed``.")
 gqa_target_verify = _paged_step(
-    "gqa_target_verify", "The anchor token and its drafts; metadata from ``for_target_verify``."
+    "gqa_target_verify", "Runs the anchor token and its drafts; metadata from ``for_target_verify``."
 )
 gqa_draft_extend = _paged_step(
-    "gqa_draft_extend", "The accepted tokens through the draft model; metadata from ``for_draft_extend``."
+    "gqa_draft_extend", "Runs the accepted tokens through the draft model; metadata from ``for_draft_extend``."
 )
-gqa_draft_decode = _paged_step("gqa_draft_decode", "One step of drafting; metadata from ``for_draft_decode``.")
+gqa_draft_decode = _paged_step("gqa_draft_decode", "Runs one step of drafting; metadata from ``for_draft_decode``.")
 gqa_extend = _paged_step(
-    "gqa_extend", "New tokens of prompts, on top of what is cached if anything is; metadata from ``for_extend``."
+    "gqa_extend", "Runs new tokens of prompts after their cached tokens, if any; metadata from ``for_extend``."
 )
 
 
@@ -114,20 +114,20 @@ def gqa_prefill(
     return_lse: bool = False,
     implementation: Order = None,
 ) -> tuple[Float[Array, "T H V"], KVPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], KVPool]:
-    """Whole prompts: attends to the fresh keys and values only, nothing is read from the cache.
+    """Runs whole prompts. It attends to this call's keys and values only and reads nothing from the cache.
 
-    Metadata from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``gqa_extend``. The
-    table may hold the last keys alone (``kv_offsets``): the rest is seen, and not written.
+    Metadata comes from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``gqa_extend``.
+    If the table covers only the last keys (``kv_offsets``), the others are visible but not written.
 
     Args:
-        q, k, v, pool, metadata, spec, layer, sinks, query_scaling, return_lse: as of ``gqa_extend``.
-        implementation: of ``ragged_attention``.
+        q, k, v, pool, metadata, spec, layer, sinks, query_scaling, return_lse: as in ``gqa_extend``.
+        implementation: as in ``ragged_attention``.
 
     Returns:
         As ``gqa_extend``.
 
     Raises:
-        ValueError, NotImplementedError: as ``write_kv`` and ``ragged_attention``.
+        ValueError, NotImplementedError: as in ``write_kv`` and ``ragged_attention``.
     """
     check_pool(pool, spec, metadata, KVPool)
     metadata = check_paged_metadata(metadata)

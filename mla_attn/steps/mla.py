@@ -1,11 +1,11 @@
-"""The jitted entry points of MLA, one a mode, for one layer of any model.
+"""The jitted entry points of MLA, one per mode, for one layer of any model.
 
 Each writes this call's rows into the cache, attends, and returns ``(out, pool)``. Specs are static and the pool is
-donated; inside an outer ``jit`` they inline and the outer one donates.
+donated; inside an outer ``jit`` they are inlined, and the outer ``jit`` must donate.
 
 Absorbed steps attend over the paged cache: ``decode``, ``target_verify``, ``draft_extend``, ``draft_decode``, and
-``absorbed_extend`` for new parts of prompts. ``prefill`` and ``extend`` take prompts in the expanded form, over
-per-head keys and values, which costs fewer operations for many rows.
+``absorbed_extend`` for prefill chunks. ``prefill`` and ``extend`` compute prompts in the expanded form, over per-head
+keys and values, which costs fewer operations for many rows.
 """
 
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ _STATIC = ("spec", "query_scaling", "return_lse")
 
 
 def _absorbed_step(name: str, summary: str):
-    """A jitted step over the paged cache. The modes differ in their metadata and in nothing else, but each is its own
-    compiled program under its own name, as buckets and profiles see it."""
+    """Makes a jitted step over the paged cache. The modes differ only in their metadata, but each mode is a compiled
+    program with its own name, which buckets and profiles show."""
 
     def step(
         q_latent: Float[Array, "T H R"],
@@ -81,27 +81,27 @@ _ABSORBED_DOC = """
         spec: static facts of the attention.
         layer: layer of the pool, a Python int or an int32 scalar. A traced value out of range cannot raise: nothing is
             written and the output is undefined.
-        tree_mask: of ``mla_attention``, for verifying or drafting trees.
+        tree_mask: as in ``mla_attention``, for verifying or drafting trees.
         query_scaling: position-dependent scaling of the queries.
         return_lse: also return the log-sum-exp of the scores.
-        implementation: of ``mla_attention``.
-        batch_invariant: of ``mla_attention``.
+        implementation: as in ``mla_attention``.
+        batch_invariant: as in ``mla_attention``.
 
     Returns:
-        ``(out [T, H, R], pool)``, with ``return_lse`` ``(out, lse [T, H], pool)``; ``out`` is in latent space.
+        ``(out [T, H, R], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``. ``out`` is in latent space.
 
     Raises:
-        ValueError, NotImplementedError: as ``write_latent`` and ``mla_attention``.
+        ValueError, NotImplementedError: as in ``write_latent`` and ``mla_attention``.
     """
 
-decode = _absorbed_step("decode", "One token per request; metadata from ``for_decode`` or ``for_mixed``.")
-target_verify = _absorbed_step("target_verify", "The anchor token and its drafts; metadata from ``for_target_verify``.")
+decode = _absorbed_step("decode", "Runs one token per request; metadata from ``for_decode`` or ``for_mixed``.")
+target_verify = _absorbed_step("target_verify", "Runs the anchor and its drafts; metadata from ``for_target_verify``.")
 draft_extend = _absorbed_step(
-    "draft_extend", "The accepted tokens through the draft model; metadata from ``for_draft_extend``."
+    "draft_extend", "Runs the accepted tokens through the draft model; metadata from ``for_draft_extend``."
 )
-draft_decode = _absorbed_step("draft_decode", "One step of drafting; metadata from ``for_draft_decode``.")
+draft_decode = _absorbed_step("draft_decode", "Runs one step of drafting; metadata from ``for_draft_decode``.")
 absorbed_extend = _absorbed_step(
-    "absorbed_extend", "New tokens of prompts, on top of what is cached if anything is; metadata from ``for_extend``."
+    "absorbed_extend", "Runs new tokens of prompts after their cached tokens, if any; metadata from ``for_extend``."
 )
 
 
@@ -121,10 +121,10 @@ def prefill(
     return_lse: bool = False,
     implementation: Order = None,
 ) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
-    """Whole prompts, expanded: attends to the fresh keys and values only, nothing is read from the cache.
+    """Runs whole prompts in the expanded form. It attends to this call's keys only and reads nothing from the cache.
 
-    Metadata from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``extend``. Where the
-    table begins, or which keys it holds, makes no difference.
+    Metadata comes from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``extend``. The
+    result does not depend on ``kv_offsets`` or ``kv_stride``.
 
     Args:
         q: queries ``[nope | rope]``, rotated; [T, H, D].
@@ -138,13 +138,13 @@ def prefill(
         layer: layer of the pool. A traced value out of range cannot raise: nothing is written.
         query_scaling: position-dependent scaling of the queries.
         return_lse: also return the log-sum-exp of the scores.
-        implementation: of ``ragged_attention``.
+        implementation: as in ``ragged_attention``.
 
     Returns:
-        ``(out [T, H, V], pool)``, with ``return_lse`` ``(out, lse [T, H], pool)``.
+        ``(out [T, H, V], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``.
 
     Raises:
-        ValueError, NotImplementedError: as ``write_latent`` and ``ragged_attention``.
+        ValueError, NotImplementedError: as in ``write_latent`` and ``ragged_attention``.
     """
     metadata = _check_expanded(q, k, v, pool, metadata, spec)
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
@@ -172,12 +172,12 @@ def extend(
     return_lse: bool = False,
     implementation: Order = None,
 ) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
-    """New tokens on top of a cached prefix, expanded.
+    """Runs new tokens after a cached prefix, in the expanded form.
 
     The new tokens attend to each other, then to the prefix chunk by chunk: ``chunk_size`` cached rows of each request
-    are read back, expanded through ``w_uk`` and ``w_uv``, attended to, and merged by log-sum-exp. Memory is that of
-    one chunk, ``B * chunk_size * H * (D + V)`` elements; time follows the longest prefix. Of the prefix, the keys that
-    the table holds are seen: those from ``metadata.kv_offsets`` on.
+    are read, expanded through ``w_uk`` and ``w_uv``, attended to, and merged by log-sum-exp. Memory is that of one
+    chunk, ``B * chunk_size * H * (D + V)`` elements; time is proportional to the longest prefix. Visible prefix keys
+    are those in the table, at positions from ``metadata.kv_offsets`` on.
 
     Args:
         q: queries ``[nope | rope]``, rotated; [T, H, D].
@@ -195,13 +195,13 @@ def extend(
         chunk_size: cached tokens per request expanded at a time.
         query_scaling: position-dependent scaling of the queries.
         return_lse: also return the log-sum-exp of the scores.
-        implementation: of ``ragged_attention``.
+        implementation: as in ``ragged_attention``.
 
     Returns:
-        ``(out [T, H, V], pool)``, with ``return_lse`` ``(out, lse [T, H], pool)``.
+        ``(out [T, H, V], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``.
 
     Raises:
-        ValueError: as ``write_latent`` and ``ragged_attention``.
+        ValueError: as in ``write_latent`` and ``ragged_attention``.
         NotImplementedError: a spec with a window, or metadata whose ``kv_stride`` is not 1.
     """
     if spec.window is not None:
@@ -233,7 +233,7 @@ def extend(
 
 
 def _check_expanded(q, k, v, pool, metadata, spec) -> AttentionMetadata:
-    """The metadata, its static fields as Python's numbers."""
+    """Checks arguments; returns the metadata with its static fields as Python integers."""
     for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[T, H, D]"), ("v", v, "[T, H, V]")):
         check_heads(name, array, axes)
     rows = (metadata.slots.shape[0], spec.num_heads)

@@ -10,7 +10,7 @@ from mla_attn.checks import INT32_MAX, check_integer, check_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryScaling:
-    """Queries scaled by their position, as Llama 4 does to sharpen attention over long contexts.
+    """Scaling of queries by their position, as in Llama 4, which sharpens attention over long contexts.
 
     A query at position p is multiplied by ``1 + beta * ln(1 + floor(p / original_max_position))``.
     """
@@ -29,7 +29,7 @@ class QueryScaling:
 
 
 def scaled(q: Float[Array, "T H D"], metadata, query_scaling: QueryScaling | None) -> Float[Array, "T H D"]:
-    """Queries of rows at ``metadata.positions``, scaled."""
+    """Scales queries by the positions of their rows; returns them as they are if ``query_scaling`` is None."""
     if query_scaling is None:
         return q
     factors = query_scaling.factors(metadata.positions)[:, None, None]
