@@ -1,1 +1,1 @@
-"""Benchmarks: of calls of the ops, of decode steps of whole models, of the engine under load."""
+"""Benchmarks of the attention ops, of decode steps of whole models, and of the engine under load."""

@@ -1,4 +1,4 @@
-"""The ceilings of a machine, measured in every run by one fixed routine: no figure is compared with a datasheet."""
+"""The ceilings of a machine, measured in every run, so that no figure is compared with a datasheet."""
 
 import dataclasses
 import statistics
@@ -10,16 +10,16 @@ from jax import lax
 
 from mla_attn.bench.timing import seconds_per_call
 
-# By platform: bytes read, side of the square product, seconds of sustained products.
+# By platform: bytes to read, side of the square product, seconds of sustained products.
 _SIZES = {"gpu": (2**32, 8192, 3.0), "cpu": (2**28, 1024, 1.0)}
 _BURST = 0.04  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The rates that bounds are made of, per second; ``product`` says which product was timed.
+    """The rates that bounds are computed from, per second; ``product`` says which product was timed.
 
-    Bounds use the rate of a short run: it ends before a power limit lowers the clocks.
+    Bounds use the rate of a short run, which ends before a power limit lowers the clocks.
     """
 
     read_bytes: float
@@ -28,7 +28,7 @@ class Ceilings:
     product: str
 
     def bound(self, flops: int, nbytes: int) -> tuple[float, str]:
-        """Least seconds of a call, and whether "memory" or "compute" sets them."""
+        """The least time of a call in seconds, and whether it is bound by "memory" or "compute"."""
         memory, compute = nbytes / self.read_bytes, flops / self.product_flops_short
         return (memory, "memory") if memory >= compute else (compute, "compute")
 
@@ -56,13 +56,13 @@ def measure_ceilings(dtype: jnp.dtype, seed: int) -> Ceilings:
     burst = max(1, round(0.05 / short))
     rounds = [seconds_per_call(product, (a, b), burst=burst) for _ in range(max(2, round(seconds / (burst * short))))]
     sustained = statistics.median(rounds[len(rounds) // 2 :])
-    short = min(short, sustained)  # a busy machine may have been idle later
+    short = min(short, sustained)  # the short run may have met a busy machine
     flops = 2 * side**3
     return Ceilings(read_bytes, flops / short, flops / sustained, f"{dtype.name} {side}^3")
 
 
 def _best_of_bursts(f, args) -> float:
-    """Seconds of a call in the best of eight bursts."""
+    """Seconds per call in the fastest of eight bursts."""
     seconds_per_call(f, args)
     burst = max(1, round(_BURST / seconds_per_call(f, args)))
     return min(seconds_per_call(f, args, burst=burst) for _ in range(8))

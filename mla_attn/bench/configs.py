@@ -1,4 +1,4 @@
-"""Settings of real models, as their ``config.json`` has them, for random weights of their sizes."""
+"""Settings of real models, as in their ``config.json``, for models with random weights."""
 
 _YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 _COMMON = {

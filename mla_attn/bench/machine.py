@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure was measured with."""
+"""The machine and the versions that a report names."""
 
 import datetime
 import os
@@ -9,7 +9,7 @@ import jaxlib.version
 
 
 def machine() -> dict[str, str]:
-    """Device, platform, versions and date (UTC): what a report names beside its figures."""
+    """Device, platform, versions and date (UTC) of a report."""
     device = jax.devices()[0]
     return {
         "device": f"{_cpu_name()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind,

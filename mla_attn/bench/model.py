@@ -1,4 +1,4 @@
-"""``mla-attn bench model``: decode steps of whole models, with random weights and a real model's sizes."""
+"""``mla-attn bench model``: times decode steps of whole models with random weights and a real model's sizes."""
 
 import argparse
 import dataclasses
@@ -25,16 +25,16 @@ _STEPS = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStep:
-    """Figures of one decode step of one token per request, greedy sampling included; microseconds.
+    """Figures of a decode step with one token per request, greedy sampling included, in microseconds.
 
     Attributes:
         batch: requests.
         kv_len: tokens of each request.
-        step_us: wall time of a step among dependent steps.
-        host_us: host time to dispatch one.
-        kernel_us: time of its kernels; None where the profiler does not tell them.
-        kernels: kernel launches of a step.
-        short_us: ``step_us`` with one cached token per request: the step without long contexts.
+        step_us: wall time of a step in a sequence of dependent steps.
+        host_us: host time to dispatch a step.
+        kernel_us: total time of the step's kernels; None if the profile does not show kernels.
+        kernels: kernel launches per step.
+        short_us: ``step_us`` with one cached token per request, which is the step without attention over a context.
     """
 
     batch: int
@@ -47,7 +47,7 @@ class ModelStep:
 
     @property
     def attention_share(self) -> float:
-        """Share of the step that the cached tokens cost: what a step at one cached token does not take."""
+        """Share of the step's time that is due to the cached tokens, compared with a step at one cached token."""
         return 1 - self.short_us / self.step_us
 
 
@@ -59,18 +59,18 @@ def measure(
     page_size: int,
     implementation: str | None,
 ) -> list[ModelStep]:
-    """Times decode steps of the model ``name`` in bfloat16, every request at ``kv_len`` tokens."""
+    """Times decode steps of the model ``name`` in bfloat16, with ``kv_len`` tokens in every request."""
     width = -(-kv_len // page_size)
     check_model_fits(
         nnx.eval_shape(lambda: random_model(CONFIGS[name], dtype=jnp.bfloat16)),
-        num_pages=2 * max(batches) * width,  # twice, while they are filled
+        num_pages=2 * max(batches) * width,  # filling them takes twice the memory
         page_size=page_size,
     )
     say(f"{name}: making random weights")
     model = random_model(CONFIGS[name], dtype=jnp.bfloat16)
     shapes = Shapes(tuple(batches), (8,), width, page_size, width * page_size)
     passes = Passes(model, shapes, implementation=implementation)
-    # One pool for all batches: programs are compiled for its size.
+    # One pool for all batches, because programs are compiled for its size.
     num_pages = max(batches) * width
     pools = model.create_pools(num_pages=num_pages, page_size=page_size)
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), pools)
@@ -98,14 +98,14 @@ def measure(
 
 
 def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
-    """Times dependent steps: median wall microseconds, the pools, median dispatch microseconds, kernels by name."""
+    """Times dependent steps; returns median wall microseconds, pools, median dispatch microseconds, kernels by name."""
     batch = table.shape[0]
     fixed = {"lens": np.full(batch, cached, np.int32), "active": np.ones(batch, np.int32)}
     fixed = jax.device_put(fixed | zeros(SAMPLING, {"B": batch}, None)) | {"page_table": table}
     state = {"pools": pools, "tokens": jax.device_put(np.zeros(batch, np.int32))}
 
     def run() -> float:
-        """Runs ``_STEPS`` steps, each on the tokens of the one before; returns the host seconds to dispatch them."""
+        """Runs ``_STEPS`` steps, each with the previous one's tokens; returns the host seconds to dispatch them."""
         begin = time.perf_counter()
         for _ in range(_STEPS):
             out, state["pools"] = passes.decode(passes.state, state["pools"], fixed | {"tokens": state["tokens"]})
@@ -125,7 +125,7 @@ def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
         try:
             seconds = timing.kernel_seconds(run, _STEPS)
             kernels = {kernel: (launches, 1e6 * s) for kernel, (launches, s) in seconds.items()}
-        except RuntimeError as error:  # a failing profiler costs a column, not the run
+        except RuntimeError as error:  # if the profiler fails, only a column is missing
             say(f"kernel time unknown: {error}")
     return 1e6 * statistics.median(wall), state["pools"], 1e6 * statistics.median(host), kernels
 

@@ -1,4 +1,4 @@
-"""What benchmarks write: progress to stderr, and the files of ``--json`` and ``--plot``."""
+"""The output of benchmarks: progress on stderr, and the files of ``--json`` and ``--plot``."""
 
 import argparse
 import importlib.util
@@ -12,14 +12,18 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", "
 
 
 def say(text: str) -> None:
-    """Prints progress to stderr, apart from the results."""
+    """Prints progress to stderr, so that stdout has only results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, picture: str | None) -> None:
-    """Adds ``--json``, and ``--plot`` where there is a picture to draw."""
+    """Adds ``--json``, and ``--plot`` if the benchmark can draw a picture."""
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write the full report to FILE, or print it for the table"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the report to FILE, or print it instead of the table",
     )
     if picture is not None:
         parser.add_argument("--plot", metavar="FILE", help=f"draw {picture} (needs matplotlib)")
@@ -28,12 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, picture: str | None) -> No
 
 
 def check_files(options: argparse.Namespace, *, picture: str = "--plot") -> None:
-    """ImportError or ValueError if the files of ``--json`` and of a picture cannot be made: before the run rather than
-    after it.
+    """Raises ImportError or ValueError before the run if the files of ``--json`` or of a picture cannot be written.
 
     Args:
-        options: ``json`` and ``plot``.
-        picture: name of the argument that names the picture.
+        options: options with ``json`` and ``plot``.
+        picture: the argument that names the picture, for messages.
     """
     if options.plot is not None:
         if pathlib.Path(options.plot).suffix.lower() not in PICTURES:
@@ -51,13 +54,13 @@ def check_files(options: argparse.Namespace, *, picture: str = "--plot") -> None
 
 
 def save(report: dict, path: str | None) -> None:
-    """Writes a report as JSON, if ``--json`` names a file."""
+    """Writes a report as JSON if ``--json`` names a file."""
     if path not in (None, "-"):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
 
 
 def find_matplotlib() -> None:
-    """Raises ImportError, with what to install, if a picture cannot be drawn."""
+    """Raises ImportError, which says what to install, if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install 'mla-attn[bench]'")

@@ -1,7 +1,7 @@
-"""Wall times and kernel times.
+"""Measurement of wall times and kernel times.
 
-A call is ``call(q_latent, q_rope, pool, metadata, layer) -> (out, lse)``. Buffers rotate by ``layer``: as in a model,
-calls read one layer of the pool after the other; together the layers are far larger than any cache.
+A call is ``call(q_latent, q_rope, pool, metadata, layer) -> (out, lse)``. As in a model, successive calls read
+successive layers of the pool; together the layers are far larger than any cache.
 """
 
 import collections
@@ -18,28 +18,28 @@ from jax import lax
 
 CHAIN_CALLS = 21
 REST = 0.3  # seconds
-LONG_GAP = 20e-6  # seconds; kernels of a program follow each other within 5e-6 seconds
+LONG_GAP = 20e-6  # seconds; gaps between kernels of one program are below 5e-6 seconds
 _HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
 
 class ProfileError(RuntimeError):
-    """A profile does not have the kernels that it should."""
+    """A profile does not have the expected kernels."""
 
 
 def seconds_per_call(f, args, *, burst: int = 1) -> float:
-    """Wall seconds of one call among ``burst`` calls queued at once."""
+    """Wall seconds per call of ``burst`` calls that are queued at once."""
     start = time.perf_counter()
     jax.block_until_ready([f(*args) for _ in range(burst)])
     return (time.perf_counter() - start) / burst
 
 
 def chain(call, calls: int, layers: int, *, unroll: bool):
-    """A program of dependent calls, ``(q_latent, q_rope, pool, metadata) -> (out, lse)`` of the last.
+    """Makes a program of dependent calls, ``(q_latent, q_rope, pool, metadata) -> (out, lse)`` of the last call.
 
-    A call's output is the next one's latent query: a dependence that costs no kernel and that no compiler can cut. An
-    ``optimization_barrier`` is no substitute: XLA drops what a barrier carries and nobody reads, and then all calls of
-    an unrolled chain but one. (What does not depend on the query, XLA may still share between unrolled calls of one
-    layer, such as the baseline's gather.)
+    A call's output is the next call's latent query. This dependence needs no extra kernel, and no compiler can remove
+    it. An ``optimization_barrier`` would not do: XLA removes unused values that pass through a barrier, and so all
+    calls of an unrolled chain but one. (XLA may still share computations that do not depend on the query, such as the
+    baseline's gather, between unrolled calls of one layer.)
     """
 
     def program(q_latent, q_rope, pool, metadata):
@@ -52,7 +52,7 @@ def chain(call, calls: int, layers: int, *, unroll: bool):
 
 
 def chain_seconds(compiled, args, calls: int, burst: int) -> float:
-    """Wall seconds of one call in ``burst`` chains, each started from the end of the one before."""
+    """Wall seconds per call of ``burst`` chains, each of which starts from the result of the previous one."""
     q_latent, *others = args
     start = time.perf_counter()
     for _ in range(burst):
@@ -62,29 +62,29 @@ def chain_seconds(compiled, args, calls: int, burst: int) -> float:
 
 
 def wall_seconds(compiled, args, calls: int, burst: int) -> float:
-    """Wall seconds of one call of a chain, on a rested device.
+    """Wall seconds per call of a chain, on a rested device.
 
-    On a GPU one chain is profiled, and the time is that from the begin of its first kernel to the end of its last. The
-    host's clock is no use there: beginning and ending a burst takes up to a millisecond, never the same, which is more
-    than all gaps between kernels. (XLA does not use its command buffers while it is profiled; with them gaps are
-    shorter.) Where a profile has no kernels, and on a CPU, ``burst`` chains are timed on the host's clock.
+    On a GPU one chain is profiled, and the time is from the start of its first kernel to the end of its last. The host
+    clock is not accurate enough there: starting and ending a burst takes a variable time of up to a millisecond, more
+    than all gaps between kernels. (XLA does not use command buffers while it is profiled; with them, gaps are shorter.)
+    If a profile has no kernels, and on a CPU, ``burst`` chains are timed with the host clock.
     """
     rest()
     if jax.default_backend() == "gpu":
-        with contextlib.suppress(ProfileError):  # which is said where the kernels' times are missing
+        with contextlib.suppress(ProfileError):  # reported where kernel times are missing
             return occupancy(lambda: jax.block_until_ready(compiled(*args))).span / calls
         rest()
     return chain_seconds(compiled, args, calls, burst)
 
 
 def rest() -> None:
-    """Waits until a GPU has recovered from its power limit, which lowers the clocks after 100 ms at full load."""
+    """Waits until a GPU's clocks have recovered from its power limit, which lowers them after 100 ms at full load."""
     if jax.default_backend() == "gpu":
         time.sleep(REST)
 
 
 def sustained_seconds(compiled, args, calls: int, burst: int, seconds: float) -> float:
-    """Wall seconds of one call when bursts of chains run for ``seconds``: the median of the later half."""
+    """Wall seconds per call while bursts of chains run for ``seconds``: the median of the later half."""
     begin, bursts = time.perf_counter(), []
     while time.perf_counter() - begin < seconds:
         bursts.append(chain_seconds(compiled, args, calls, burst))
@@ -92,7 +92,7 @@ def sustained_seconds(compiled, args, calls: int, burst: int, seconds: float) ->
 
 
 def dispatch_seconds(compiled, args, repeats: int) -> float:
-    """Host seconds until a call returns, its work still running: the median of ``repeats``."""
+    """Host seconds until an asynchronous call returns: the median of ``repeats``."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -103,14 +103,14 @@ def dispatch_seconds(compiled, args, repeats: int) -> float:
 
 
 def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
-    """Profiles kernels of a call on a GPU, copies and memsets included: name -> (launches, seconds) per call.
+    """Profiles the kernels of a call on a GPU, copies and memsets included: name -> (launches, seconds) per call.
 
     Args:
-        run: runs ``calls`` calls, warmed up before, and waits for them.
+        run: function that runs ``calls`` calls, already warmed up, and waits for them.
         calls: number of calls.
 
     Raises:
-        ProfileError: the profile has no kernels, or not a whole number of them per call; the message says what it has.
+        ProfileError: the profile has no kernels, or not a whole number per call; the message lists what it has.
     """
     kernels, seen = _profile(run)
     if not kernels or len(kernels) % calls:
@@ -123,13 +123,13 @@ def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Occupancy:
-    """How busy a GPU was while a profile was taken; seconds.
+    """How busy a GPU was during a profile, in seconds.
 
     Attributes:
-        span: from the begin of the first kernel to the end of the last.
-        busy: the part of ``span`` in which a kernel ran; copies from and to the host do not count.
-        waited: the part of ``span`` in gaps of more than ``LONG_GAP``, in which the host had launched nothing. (Shorter
-            gaps lie between kernels of one program.)
+        span: time from the start of the first kernel to the end of the last.
+        busy: part of ``span`` in which a kernel ran; copies from and to the host do not count.
+        waited: part of ``span`` in gaps longer than ``LONG_GAP``, in which the GPU waited for the host. (Shorter gaps
+            are between kernels of one program.)
     """
 
     span: float
@@ -141,7 +141,7 @@ def occupancy(run) -> Occupancy:
     """Profiles how busy the device is while ``run()`` runs.
 
     Raises:
-        ProfileError: the profile has no kernels; the message says what it has.
+        ProfileError: the profile has no kernels; the message lists what it has.
     """
     found, seen = _profile(run)
     kernels = sorted((begin, begin + length) for name, begin, length in found if name not in _HOST_COPIES)
@@ -149,7 +149,7 @@ def occupancy(run) -> Occupancy:
         raise ProfileError(f"no kernels on these lines: {seen}")
     busy = waited = 0.0
     end = start = kernels[0][0]
-    for begin, until in kernels:  # they come from several streams, so they may overlap
+    for begin, until in kernels:  # kernels of several streams may overlap
         waited += begin - end if begin - end > 1e9 * LONG_GAP else 0.0
         busy += max(until - max(begin, end), 0.0)
         end = max(end, until)
@@ -157,7 +157,7 @@ def occupancy(run) -> Occupancy:
 
 
 def _profile(run) -> tuple[list[tuple[str, float, float]], str]:
-    """Profiles ``run()``: (name, begin, duration) in ns of what the GPU's streams did, and the names of all lines."""
+    """Profiles ``run()``; returns (name, start, duration) in ns of events on GPU streams, and all lines' names."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +171,7 @@ def _profile(run) -> tuple[list[tuple[str, float, float]], str]:
         kernels = [
             (event.name, event.start_ns, event.duration_ns)
             for _, line in lines
-            if line.name.startswith("Stream")  # other lines sum up what the streams did
+            if line.name.startswith("Stream")  # other lines summarize the streams
             for event in line.events
         ]
     return kernels, ", ".join(sorted({name for name, _ in lines} or {plane.name for plane in planes}))

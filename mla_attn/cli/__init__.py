@@ -1,8 +1,8 @@
-"""Command line: ``mla-attn generate | demo | bench | supports``.
+"""The command line: ``mla-attn generate | demo | bench | supports``.
 
-Nothing is imported here that takes time: what is wrong with a call is said at once. ``arguments`` has the options of
-every command, ``options`` their kinds and ranges, ``process`` what a program owes the shell; a command itself is the
-``main`` of the module that ``arguments`` names, which may import JAX.
+This module imports nothing slow, so that wrong arguments are reported at once. ``arguments`` defines the options of
+every command, ``options`` their types and ranges, ``process`` sets up signals and streams. A command is the ``main`` of
+the module that ``arguments`` names; only that module may import JAX.
 """
 
 import importlib
@@ -15,12 +15,12 @@ from mla_attn.text import line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if a benchmark found something wrong, or 2 for a call that cannot
-    be served, told in one line.
+    """Runs one command; returns the exit status: 0, 1 if a benchmark found a wrong result, or 2 for an error, which is
+    printed in one line.
 
     Args:
-        arguments: of the command; those of the process if None, which then is all this command's: its signals and
-            streams are set as those of programs that shells run.
+        arguments: arguments of the command. None takes those of the process, and sets up the process's signals and
+            streams as for a program run by a shell.
     """
     if arguments is None:
         process.own()

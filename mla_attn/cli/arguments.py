@@ -1,4 +1,4 @@
-"""The options of every command, and what must hold between them."""
+"""The options of every command, and the checks of their combinations."""
 
 import argparse
 import functools
@@ -29,13 +29,13 @@ _PAGE_SIZE = integer(1, MOST_PAGE_SIZE)
 _NUM_PAGES = integer(1, INT32_MAX)
 _SEED = integer(0, MOST_SEED)
 _TEMPERATURE = number(0, 1e30)
-_MOST_TOKENS = 2**20  # of a request of a trace
-_MOST_TRACE = 10**8  # tokens of all requests of a trace: it is drawn as a whole
+_MOST_TOKENS = 2**20  # tokens of a request in a trace
+_MOST_TRACE = 10**8  # tokens of all requests in a trace, which is generated as a whole
 
 
 @functools.cache
 def make_parser() -> Parser:
-    """The parser of all commands: it sets ``run``, a module's name, and ``check``, which is called with the options."""
+    """The parser of all commands. It sets ``run`` to a module's name, and ``check`` to a function of the options."""
     parser = Parser(prog="mla-attn", description="Paged multi-head latent attention in JAX.")
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -51,9 +51,9 @@ def make_parser() -> Parser:
     _bench_roofline(kinds.add_parser("roofline", help="draw the picture of a report of `bench ops`"))
     _bench_model(kinds.add_parser("model", help="time decode steps of a whole model of random weights"))
     _bench_serve(kinds.add_parser("serve", help="replay a trace of requests on the engine"))
-    _bench_host(kinds.add_parser("host", help="time the engine's own work, without a device's"))
+    _bench_host(kinds.add_parser("host", help="time the engine's host work alone"))
 
-    _runs(commands.add_parser("supports", help="print which implementation serves which call"), "mla_attn.cli.supports")
+    _runs(commands.add_parser("supports", help="print which calls are supported"), "mla_attn.cli.supports")
     return parser
 
 
@@ -79,25 +79,25 @@ def _generate(parser: Parser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="a prompt as text")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="a prompt as comma-separated token ids")
     prompt.add_argument(
-        "--prompts-file", metavar="F", help="a prompt a line: text, or ids with commas, as 1,2 or 42,; - is stdin"
+        "--prompts-file", metavar="F", help="one prompt per line: text, or ids with commas, as 1,2 or 42,; - is stdin"
     )
     add("--max-new-tokens", integer(1, INT32_MAX), default=64, metavar="N", help="most tokens per prompt (default 64)")
     speculate = integer(0, MOST_DRAFTS)
     add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)")
     add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
-    add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="draw at this temperature (default 0: greedy)")
-    add("--top-k", integer(0, INT32_MAX), default=0, metavar="K", help="from the K likeliest (default 0: from all)")
+    add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="sample at this temperature (default 0: greedy)")
+    add("--top-k", integer(0, INT32_MAX), default=0, metavar="K", help="keep the K likeliest tokens (default 0: all)")
     top_p = number(0, 1, above=True)
-    add("--top-p", top_p, default=1.0, metavar="P", help="from the fewest of probability P (default 1: from all)")
-    add("--seed", _SEED, metavar="S", help="of the draws of the first prompt (default: a new one)")
-    add("--max-batch", integer(1, MOST_BATCH), metavar="B", help="most prompts that run at a time (default: all)")
+    add("--top-p", top_p, default=1.0, metavar="P", help="keep tokens of total probability P (default 1: all)")
+    add("--seed", _SEED, metavar="S", help="random seed of the first prompt (default: a new one)")
+    add("--max-batch", integer(1, MOST_BATCH), metavar="B", help="most prompts that run at once (default: all)")
     add("--num-pages", _NUM_PAGES, metavar="N", help="cache pages (default: enough for all prompts)")
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per cache page (default 64)")
     add("--prefill-chunk", integer(1, INT32_MAX), metavar="C", help="most prompt tokens per pass (default 2048)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and cache (default bfloat16)"
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights, activations and cache (default bfloat16)"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     _runs(parser, "mla_attn.cli.generate", _check_drafts)
@@ -105,7 +105,7 @@ def _generate(parser: Parser) -> None:
 
 def _implementation(parser: Parser) -> None:
     parser.add_argument(
-        "--implementation", choices=IMPLEMENTATIONS, help="of the attention ops (default: the best there is)"
+        "--implementation", choices=IMPLEMENTATIONS, help="attention implementation (default: chosen for each call)"
     )
 
 
@@ -124,27 +124,27 @@ def _bench_ops(parser: Parser) -> None:
         "--kv-lens", lengths, metavar="LENGTHS", help="lengths of one more shape, as 32768,63*16, with --heads, --q-len"
     )
     heads, q_len = integer(1, shapes.MOST_HEADS), integer(1, shapes.MOST_QUERIES)
-    add("--heads", heads, default=128, metavar="H", help="query heads of --kv-lens (default 128)")
-    add("--q-len", q_len, default=1, metavar="S", help="query tokens of --kv-lens (default 1)")
+    add("--heads", heads, default=128, metavar="H", help="query heads with --kv-lens (default 128)")
+    add("--q-len", q_len, default=1, metavar="S", help="query tokens with --kv-lens (default 1)")
     parser.add_argument("--list", action=_List, help="print the named shapes and run nothing")
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of pool and queries (default bfloat16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of all arrays (default bfloat16)")
     add("--latent", _LATENT, default=(512, 64), metavar="R+E", help="latent and rope channels (default 512+64)")
     add(
         "--implementation",
         words(*IMPLEMENTATIONS, DENSE_GATHER),
         metavar="A,B",
-        help=f"which, of {', '.join(IMPLEMENTATIONS)}, {DENSE_GATHER} (default: all that are chosen unasked, and "
+        help=f"some of {', '.join(IMPLEMENTATIONS)}, {DENSE_GATHER} (default: all that are chosen automatically, and "
         f"{DENSE_GATHER}: a gather of the whole padded table, then one softmax)",
     )
     repeats = integer(1, 1000)
-    add("--repeats", repeats, default=7, metavar="N", help="timed chains, of which the median counts (default 7)")
+    add("--repeats", repeats, default=7, metavar="N", help="timed chains; their median is reported (default 7)")
     parser.add_argument(
         "--unroll",
         action="store_true",
-        help="unroll the chain of calls instead of looping over it: a loop adds some 15 us a call to a GPU's wall time",
+        help="unroll the chain of calls: a loop adds about 15 us per call to a GPU's wall time",
     )
-    add("--seed", _SEED, metavar="S", help="of all data (default: a new one)")
+    add("--seed", _SEED, metavar="S", help="random seed of all data (default: a new one)")
     output.add_arguments(parser, picture="a roofline picture")
     _runs(parser, "mla_attn.bench.ops.command", _check_bench_ops)
 
@@ -190,11 +190,11 @@ def _bench_roofline(parser: Parser) -> None:
 
 
 def _bench_model(parser: Parser) -> None:
-    parser.description = "Time decode steps of a whole model of random bfloat16 weights and a real model's sizes."
+    parser.description = "Time decode steps of a whole model with random bfloat16 weights and a real model's sizes."
     add = parser.add
-    parser.add_argument("model", choices=CONFIGS, help="whose sizes")
+    parser.add_argument("model", choices=CONFIGS, help="model whose sizes are used")
     batches = several(integer(1, MOST_BATCH))
-    add("--batch", batches, default=(1, 16, 64), metavar="B,B", help="requests of a step (default 1,16,64)")
+    add("--batch", batches, default=(1, 16, 64), metavar="B,B", help="requests per step (default 1,16,64)")
     kv_len = integer(1, min(config["max_position_embeddings"] for config in CONFIGS.values()))
     add("--kv-len", kv_len, default=4096, metavar="N", help="tokens of each request (default 4096)")
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
@@ -210,54 +210,54 @@ def _bench_serve(parser: Parser) -> None:
         "checkpoint",
         _CHECKPOINT,
         metavar="CHECKPOINT",
-        help=f"a folder, or one of {', '.join(CONFIGS)}: random weights",
+        help=f"a folder, or one of {', '.join(CONFIGS)} for random weights",
     )
     add(
         "--requests",
         integer(1, 100_000),
         metavar="N",
-        help="how many (default 64; of several batch sizes, 4 times each, from 8)",
+        help="number of requests (default 64; with several batch sizes 4 times each, at least 8)",
     )
     rate = number(1e-3, math.inf)
     add("--rate", rate, default=math.inf, metavar="R", help="arrivals per second, Poisson (default: all at once)")
-    add("--prompt-tokens", tokens, default=256, metavar="MEAN", help="of a prompt, prefix apart (default 256)")
-    add("--new-tokens", tokens, default=64, metavar="MEAN", help="generated per request (default 64)")
+    add("--prompt-tokens", tokens, default=256, metavar="MEAN", help="mean prompt length without prefix (default 256)")
+    add("--new-tokens", tokens, default=64, metavar="MEAN", help="mean generated tokens (default 64)")
     spread = number(0, 10)
-    add("--spread", spread, default=0.5, metavar="X", help="deviation of the lengths' logarithms (default 0.5)")
+    add("--spread", spread, default=0.5, metavar="X", help="standard deviation of log lengths (default 0.5)")
     prefix = integer(0, _MOST_TOKENS)
     add("--shared-prefix", prefix, default=0, metavar="TOKENS", help="length of 4 common prefixes (default 0: none)")
     share = number(0, 1)
-    add("--shared-share", share, default=0.5, metavar="0..1", help="requests that begin with one (default 0.5)")
+    add("--shared-share", share, default=0.5, metavar="0..1", help="share of requests with one (default 0.5)")
     long = integer(0, _MOST_TOKENS)
-    add("--long-prompt", long, default=0, metavar="TOKENS", help="one more request, of such a prompt, after all others")
+    add("--long-prompt", long, default=0, metavar="TOKENS", help="prompt length of one more request after all others")
     add(
         "--max-batch",
         several(integer(1, MOST_BATCH)),
         default=(8,),
         metavar="B,B",
-        help="most requests running at a time (default 8); of several, one after the other, the engine compiles passes "
-        "for these sizes alone",
+        help="most requests that run at the same time (default 8); several sizes are replayed one after the other, and "
+        "passes are compiled for these sizes only",
     )
     add("--num-pages", _NUM_PAGES, metavar="N", help="pages of the cache (default: --max-batch requests of --max-len)")
     add("--max-len", integer(1, INT32_MAX), metavar="N", help="most tokens of a request (default: 4 times the mean)")
-    add("--step-prompt-tokens", tokens, default=512, metavar="N", help="most computed per step (default 512)")
-    add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="0 (the default) is greedy")
+    add("--step-prompt-tokens", tokens, default=512, metavar="N", help="most prompt tokens per step (default 512)")
+    add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="sampling temperature (default 0: greedy)")
     drafts = several(integer(0, MOST_DRAFTS))
     add(
         "--speculate",
         drafts,
         default=(0,),
         metavar="K,K",
-        help="draft K tokens per step (default 0); several, as 0,3, in turn. Prompts are random ids, whose "
-        "continuations are hard to draft: see --acceptance",
+        help="draft K tokens per step (default 0); several, as 0,3, are replayed in turn. Prompts are random ids, "
+        "whose continuations are hard to draft: see --acceptance",
     )
     add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
     rates = several(number(0, 1))
-    add("--acceptance", rates, metavar="X,X", help="pretend that each draft is right with this probability, 0 to 1")
+    add("--acceptance", rates, metavar="X,X", help="simulate that each draft is accepted with this probability, 0 to 1")
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default bfloat16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of all arrays (default bfloat16)")
     _implementation(parser)
-    add("--seed", integer(0, INT32_MAX), metavar="S", help="of the trace and of draws (default: a new one)")
+    add("--seed", integer(0, INT32_MAX), metavar="S", help="random seed of trace and sampling (default: a new one)")
     output.add_arguments(parser, picture="latencies, or throughput by batch size")
     _runs(parser, "mla_attn.bench.serve.command", _check_bench_serve)
 
@@ -298,10 +298,10 @@ def _check_bench_serve(options: argparse.Namespace) -> None:
 
 
 def _bench_host(parser: Parser) -> None:
-    parser.description = "Time the engine's own work: steps whose passes do nothing, in this thread's processor time."
+    parser.description = "Time the engine's host work: CPU time of this thread in steps whose passes do nothing."
     usual = (1024, 8192, 32768, 131072)
     numbers = ",".join(map(str, usual))
     prompts = several(integer(1, _MOST_TOKENS))
-    parser.add("--prompt-tokens", prompts, default=usual, metavar="N,N", help=f"of prompts (default {numbers})")
-    output.add_arguments(parser, picture="host ms a step by prompt length")
+    parser.add("--prompt-tokens", prompts, default=usual, metavar="N,N", help=f"prompt lengths (default {numbers})")
+    output.add_arguments(parser, picture="host ms per step by prompt length")
     _runs(parser, "mla_attn.bench.serve.host", output.check_files)

@@ -16,7 +16,7 @@ _DRAFTS = 3
 
 
 def main(options: argparse.Namespace) -> int:
-    """Generate plain, then with drafts. Exit status: 1 if their tokens differ, else 0."""
+    """Generates plain, then with drafts. Exit status: 1 if the tokens differ, else 0."""
     tokenizer = load_tokenizer(options.checkpoint)
     checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.float32)
     if not checkpoint.model.can_draft:

@@ -17,7 +17,7 @@ from mla_attn.text import shown
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print texts to stdout, with the prompts they follow on stderr, or JSON. Exit status 0."""
+    """Prints generated texts to stdout and their prompts to stderr, or JSON. Exit status 0."""
     tokenizer = _tokenizer(options)
     prompts = read_prompts(options, tokenizer)
     if isinstance(tokenizer, IdTokenizer):
@@ -63,7 +63,7 @@ def _print_json(options: argparse.Namespace, prompts, tokens, tokenizer, engine:
 
 
 def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engine, list[SamplingParams]]:
-    """An engine for these prompts, and the parameters of each; what does not fit is told before weights are read."""
+    """An engine for these prompts, and each one's parameters; sizes are checked before weights are read."""
     checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype))
     model = checkpoint.model
     _check_prompts(options, prompts, model)
@@ -87,7 +87,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            seed=(options.seed + number) % 2**32,  # equal prompts get texts of their own
+            seed=(options.seed + number) % 2**32,  # equal prompts get different texts
             speculation=tree,
         )
         for number in range(len(prompts))
@@ -102,7 +102,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         speculation=() if tree is None else (tree,),
         prompt_tokens=min(options.prefill_chunk or 2048, sum(map(len, prompts))),
         max_waiting=len(prompts),
-        batches=(max_batch,),  # one program of each kind: most of a short run is compiling
+        batches=(max_batch,),  # one program of each kind, because a short run spends most of its time compiling
         implementation=options.implementation,
     )
     return engine, parameters
@@ -123,7 +123,7 @@ def _check_prompts(options: argparse.Namespace, prompts: list[list[int]], model)
 
 
 def _tokenizer(options: argparse.Namespace):
-    """The checkpoint's tokenizer; if there is none to use, one for ids, with which prompts as text are refused."""
+    """The checkpoint's tokenizer; if there is no usable one, a tokenizer for ids, which refuses prompts as text."""
     try:
         return load_tokenizer(options.checkpoint)
     except (ValueError, ImportError) as error:
@@ -131,7 +131,7 @@ def _tokenizer(options: argparse.Namespace):
 
 
 def read_prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
-    """Token ids of the prompts that the options name."""
+    """Token ids of the prompts that the options give."""
     if options.prompt is not None:
         return [tokenizer.encode(options.prompt)]
     if options.prompt_ids is not None:
@@ -140,14 +140,14 @@ def read_prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
         return [_ids("--prompt-ids", options.prompt_ids)]
     name = options.prompts_file
     try:
-        # closefd: stdin stays open.
+        # ``closefd=False`` leaves stdin open.
         with open(0 if name == "-" else name, encoding="utf-8-sig", closefd=name != "-") as file:
-            lines = [line.rstrip("\n") for line in file if line.strip()]  # splitlines() would cut at form feeds too
+            lines = [line.rstrip("\n") for line in file if line.strip()]  # splitlines() would split at form feeds too
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts-file {shown(name)} must be text in UTF-8: {error}") from None
     if not lines:
         raise ValueError(f"--prompts-file {shown(name)} holds no prompt, must hold one a line")
-    # A number alone is text, as a question may be; with a comma after it, it is a token id.
+    # A number alone may be a question, so it is text; a number with a comma is a token id.
     ids = re.compile(r"\s*[0-9]+\s*,(\s*[0-9]+\s*,)*(\s*[0-9]+)?\s*")
     return [_ids("--prompts-file", line) if ids.fullmatch(line) else tokenizer.encode(line) for line in lines]
 
@@ -160,7 +160,7 @@ def _ids(option: str, text: str) -> list[int]:
 
 
 class Printer:
-    """Prints the first request's text as it comes, ``prefix`` before it."""
+    """Prints ``prefix``, then the first request's text while it is generated."""
 
     def __init__(self, tokenizer, *, prefix: str = ""):
         self._stream, self._prefix = tokenizer.stream(), prefix
@@ -171,12 +171,12 @@ class Printer:
             self._prefix = ""
 
     def finish(self) -> None:
-        """Print what waited for tokens that did not come."""
+        """Prints text that was held back for further tokens."""
         print(self._stream.finish(), end="")
 
 
 def summary(statistics, seconds: float) -> str:
-    """What a run took, in a line."""
+    """One line with the figures of a run."""
     s = statistics
     length = "" if s.acceptance_length is None else f", acceptance length {s.acceptance_length:.2f}"
     return (

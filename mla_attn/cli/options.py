@@ -1,4 +1,4 @@
-"""Kinds of options: what the text of an argument must be, with the range of every number."""
+"""The kinds of options: how the text of an argument is parsed, and the range of every number."""
 
 import argparse
 import math
@@ -11,18 +11,18 @@ from mla_attn.text import shown
 
 INT32_MAX = 2**31 - 1
 MOST_SEED = 2**32 - 1
-MOST_DRAFTS = 255  # of a chain or tree: 256 rows a request in a verify pass
+MOST_DRAFTS = 255  # drafts of a chain or tree, so that a verify pass has at most 256 rows per request
 MOST_BATCH = 4096
 MOST_PAGE_SIZE = 65536  # tokens
-MOST_VALUES = 16  # of an option that takes several
+MOST_VALUES = 16  # values of an option that takes several
 
 
 class Kind(NamedTuple):
-    """What an argument may be.
+    """A kind of argument: how to parse it, and what is allowed.
 
     Attributes:
-        parse: from its text to its value; ValueError for anything else.
-        allowed: after "must be"; None where the message of ``parse`` says all.
+        parse: function from text to value; raises ValueError for invalid text.
+        allowed: text after "must be" in messages; None if the message of ``parse`` is the whole message.
     """
 
     parse: Callable[[str], Any]
@@ -30,21 +30,21 @@ class Kind(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a ValueError where argparse prints its usage and exits: all errors of a command end in one place."""
+    """A parser that raises ValueError where argparse would print its usage and exit: one place handles all errors."""
 
     def error(self, message: str) -> NoReturn:
-        own = re.fullmatch(r"argument [^:]*: \0(.*)", message, re.DOTALL)  # of ``add``: argparse's prefix goes
-        raise ValueError(own[1] if own else f"{message} ({self.prog} --help tells more)")
+        own = re.fullmatch(r"argument [^:]*: \0(.*)", message, re.DOTALL)  # a message of ``add``, after a prefix
+        raise ValueError(own[1] if own else f"{message} (see {self.prog} --help)")
 
     def parse_args(self, *arguments: Any) -> argparse.Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         options = super().parse_args(*arguments)
         for name, value in vars(options).items():
-            if value == []:  # Python 3.12 makes this of "--option=--"
+            if value == []:  # Python 3.12 parses "--option=--" to this
                 self.error(f"argument --{name.replace('_', '-')}: expected one argument")
         return options
 
     def add(self, flag: str, kind: Kind, **rest: Any) -> None:
-        """An argument of a kind, named ``flag`` in messages."""
+        """Adds an argument of a kind, which messages call ``flag``."""
 
         def parse(text: str) -> Any:
             try:
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(least: int, most: int) -> Kind:
-    """An integer in decimal digits."""
+    """The kind of integers in decimal digits."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[-+]?[0-9]{1,20}", text) or not least <= int(text) <= most:
@@ -69,12 +69,12 @@ def integer(least: int, most: int) -> Kind:
 
 
 def number(least: int | float, most: int | float, *, above: bool = False) -> Kind:
-    """A number from ``least``, or above it, to ``most``."""
+    """The kind of numbers from ``least`` (or above it) to ``most``."""
 
     def parse(text: str) -> float:
         value = float(text)
-        flushed = 0 < abs(value) < 1.2e-38  # to zero, by devices
-        if flushed or not least <= value <= most or (above and value == least):  # NaN is not
+        flushed = 0 < abs(value) < 1.2e-38  # devices flush such values to zero
+        if flushed or not least <= value <= most or (above and value == least):  # false for NaN
             raise ValueError
         return value
 
@@ -83,7 +83,7 @@ def number(least: int | float, most: int | float, *, above: bool = False) -> Kin
 
 
 def several(kind: Kind) -> Kind:
-    """One or more with commas between, as a tuple."""
+    """The kind of one or more values with commas between, as a tuple."""
 
     def parse(text: str) -> tuple[Any, ...]:
         parts = text.split(",", MOST_VALUES)
@@ -95,7 +95,7 @@ def several(kind: Kind) -> Kind:
 
 
 def words(*allowed: str) -> Kind:
-    """One or more of a few words, with commas between."""
+    """The kind of one or more of these words, with commas between."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")

@@ -6,6 +6,6 @@ from mla_attn.support import support_table
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print which implementation supports which call. Exit status 0."""
+    """Prints which implementation supports which call. Exit status 0."""
     print(support_table())
     return 0

@@ -332,7 +332,7 @@ def test_a_failing_profile_costs_a_figure_and_not_the_run(monkeypatch, tmp_path_
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
         found, device = command._serve(engine, case, trace)
     assert device is None and all(record.served for record in found.records) and not engine.busy
-    assert "what the device did is unknown: no kernels on these lines: none\n" in capsys.readouterr().err
+    assert "device occupancy is unknown: no kernels on these lines: none\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Times calls of the attention ops: correctness first, then time against ceilings measured in the same run."""
+"""Benchmark of the attention ops: it checks results, then compares times with ceilings measured in the same run."""

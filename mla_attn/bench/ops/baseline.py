@@ -1,7 +1,8 @@
-"""The baseline, what one writes first in JAX: gather all keys that the page tables have room for, then one softmax.
+"""The baseline, a direct JAX implementation: gather all keys of the padded page tables, then one softmax.
 
-It is correct, poison included, and computes in the pool's dtype with float32 sums. But its time and memory follow the
-width of the page table, not the tokens: it materializes ``[B, W * P, C]`` rows and ``[B, S, H, W * P]`` scores.
+Its results are correct, even with NaN in unused rows; it computes in the pool's dtype with float32 sums. But its time
+and memory grow with the width of the page table, not with the tokens: it materializes ``[B, W * P, C]`` rows and
+``[B, S, H, W * P]`` scores.
 """
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ NAME = DENSE_GATHER
 
 
 def dense_gather(q_latent, q_rope, pool, metadata, spec, *, layer):
-    """Attends with a dense block of S causal rows per request: ``(out [T, H, R], lse float32 [T, H])``."""
+    """Attention of a dense block of S causal rows per request: ``(out [T, H, R], lse float32 [T, H])``."""
     m = metadata
     batch, width = m.page_table.shape
     pages = pool.placement.physical_pages(jnp.clip(m.page_table, 0, pool.num_pages - 1), layer)

@@ -1,4 +1,4 @@
-"""One call with its buffers, NaN where nothing may be read, and the check of its result."""
+"""A benchmarked call: its buffers, with NaN where nothing may be read, and the check of its result."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ from mla_attn.metadata import AttentionMetadata, for_decode, for_target_verify
 from mla_attn.ops import mla_attention
 from mla_attn.specs import MLASpec
 
-# All layers together, so that a layer has left every cache when its turn comes again.
+# Bytes of all layers together, large enough that no layer is still in a cache when it is read again.
 ROTATED_BYTES = {"gpu": 2**30, "cpu": 2**29}
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A pool of several layers, the metadata of one call over any of them, and its queries; arrays on the device."""
+    """A pool of several layers, and the metadata and queries of a call over any of them, on the device."""
 
     shape: Shape
     spec: MLASpec
@@ -30,12 +30,13 @@ class Problem:
 
     @property
     def arguments(self):
-        """All arguments of the call but the layer."""
+        """All arguments of the call except the layer."""
         return self.q_latent, self.q_rope, self.pool, self.metadata
 
 
 def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtype, seed: int) -> Problem:
-    """Makes normal data over shuffled pages; NaN in free pages and past the lengths, hostile ids in table tails."""
+    """Draws normal data in shuffled pages, with NaN in free pages and past lengths, and invalid ids in unused table
+    entries."""
     rng, kv_lens = np.random.default_rng(seed), np.array(shape.kv_lens)
     held, width = -(-kv_lens // page_size), shape.table_width(page_size)
     num_pages = int(held.sum()) + 3
@@ -59,7 +60,7 @@ def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtyp
 
 
 def problem_bytes(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtype) -> int:
-    """Bytes that a problem takes: its pool, its page table with what it is made of, queries and outputs."""
+    """Bytes of a problem: pool, page table and its temporaries, queries and outputs."""
     num_pages = sum(-(-length // page_size) for length in shape.kv_lens) + 3
     layer_bytes = num_pages * page_size * spec.latent_dim * dtype.itemsize
     table = len(shape.kv_lens) * shape.table_width(page_size)
@@ -74,7 +75,7 @@ def _layers(layer_bytes: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _fill(key, seen, layers, channels, dtype):
-    """Pool data [layers * N, P, C]. One layer is drawn; each further one has its rows, moved on by a page."""
+    """Pool data [layers * N, P, C]. One layer is drawn; each further layer has the same rows, shifted by a page."""
     rows = jax.random.normal(key, (*seen.shape, channels), dtype)
     poison = jnp.array(jnp.nan, dtype)
 
@@ -93,19 +94,19 @@ def _metadata(shape: Shape, table, kv_lens, page_size: int) -> AttentionMetadata
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The right results of some rows of a call."""
+    """The expected results of some rows of a call."""
 
-    rows: np.ndarray  # [rows], numbers of the rows
+    rows: np.ndarray  # [rows], indices of the rows
     out: np.ndarray  # [rows, H, R]
     lse: np.ndarray  # [rows, H]
-    v_max: np.ndarray  # [rows], largest |v| among the keys that all rows of the request see
+    v_max: np.ndarray  # [rows], largest |v| of the keys that are visible to all rows of the request
 
 
 def expected(problem: Problem, layer: int) -> Expected:
-    """The right results of the longest, the shortest, the first and the last request of ``problem`` in ``layer``.
+    """The expected results of the longest, the shortest, the first and the last request of ``problem`` in ``layer``.
 
-    They come from the reference implementation, head by head over the same gathered rows, so that a few requests' rows
-    in float32 are all the memory it takes.
+    The reference implementation computes them head by head over the same gathered rows, so that it needs memory only
+    for a few requests' rows in float32.
     """
     shape, pool, spec = problem.shape, problem.pool, dataclasses.replace(problem.spec, num_heads=1)
     kv_lens, q_len = np.array(shape.kv_lens), shape.q_len
@@ -131,7 +132,7 @@ def expected(problem: Problem, layer: int) -> Expected:
 
 
 def errors(got: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
-    """The largest errors over rows and heads of ``(out, lse)``, as shares of their tolerances: above 1 is wrong.
+    """The largest errors over rows and heads of ``(out, lse)``, divided by their tolerances: above 1 is wrong.
 
     The tolerances, for bfloat16 (float16, float32): largest error of a row ``2**-8 (2**-11, 1e-5) * (|v| max + |out|
     max)``, relative L2 error ``4e-3``, one minus the cosine ``5e-6`` (both scaled alike), error of the lse ``1e-5 +

@@ -1,10 +1,10 @@
-"""The report as text."""
+"""The report of ``mla-attn bench ops`` as text."""
 
 from mla_attn.bench.ops.run import Result
 
 
 def table(report: dict) -> str:
-    """Markdown: machine and ceilings, then a row per shape and implementation, then what was not measured and why."""
+    """The report as Markdown: machine and ceilings, a row per shape and implementation, and reasons for gaps."""
     machine, configuration, (short, sustained, read) = report["machine"], report["configuration"], rates_of(report)
     results, (prefix, unit) = results_of(report), unit_of(report)
     columns = ["shape", "implementation", "kernel us", "kernels", "wall us", "sustained us", "host us"]
@@ -20,11 +20,11 @@ def table(report: dict) -> str:
         "",
         *("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows),
         "",
-        f"{prefix}B/s, {prefix}FLOP/s, % of bound: from the least bytes and operations of the shape, and from kernel "
-        "time, or wall time where that is unknown. Kernel and wall us: of short runs after a rest. Wall: a call of a "
-        "chain; on a GPU by the GPU's clock, all gaps included, without command buffers, and without --unroll with the "
-        "loop's own kernels (some 15 us a call). Sustained: calls back to back, once a power limit has lowered the "
-        "GPU's frequency.",
+        f"{prefix}B/s, {prefix}FLOP/s, % of bound: least bytes and operations of the shape, divided by kernel time, "
+        "or by wall time where that is unknown. Kernel and wall us: in short runs after a rest. Wall: per call of a "
+        "chain; on a GPU by its clock with all gaps, without command buffers, and without --unroll with the loop's "
+        "own kernels (about 15 us per call). Sustained: calls back to back, after a power limit has lowered the GPU's "
+        "clocks.",
     ]
     notes = [f"{r.shape}, {r.implementation}: {r.status}: {r.reason}" for r in results if r.status != "ok"]
     notes += dict.fromkeys(f"no kernel time: {r.kernel_reason}" for r in results if r.kernel_reason)
@@ -32,18 +32,18 @@ def table(report: dict) -> str:
 
 
 def results_of(report: dict) -> list[Result]:
-    """The results of a report as JSON holds it."""
+    """The results of a report that was read from JSON."""
     return [Result(**result) for result in report["results"]]
 
 
 def rates_of(report: dict) -> tuple[float, float, float]:
-    """Ceilings of a report: product in a short run, sustained (FLOP/s), read (bytes/s)."""
+    """The ceilings of a report: product in a short run, product sustained (FLOP/s), read (bytes/s)."""
     ceilings = report["ceilings"]
     return ceilings["product_flops_short"], ceilings["product_flops_sustained"], ceilings["read_bytes"]
 
 
 def unit_of(report: dict) -> tuple[str, float]:
-    """Prefix and size of the unit that rates are shown in."""
+    """Prefix and size of the unit in which rates are printed."""
     return ("T", 1e12) if report["ceilings"]["read_bytes"] > 1e11 else ("G", 1e9)
 
 

@@ -1,4 +1,4 @@
-"""Checks and times implementations side by side on every shape, and makes the report."""
+"""The run of ``mla-attn bench ops``: checks and times implementations on every shape, and builds the report."""
 
 import dataclasses
 import functools
@@ -24,25 +24,25 @@ from mla_attn.support import supports
 _SCALE = 192**-0.5  # DeepSeek's: 128 + 64 channels before absorption
 _PROFILED_CALLS = 10
 _CHAIN_SECONDS = 0.5  # slow calls have shorter chains
-_BURST_SECONDS = 0.04  # on a GPU; the host's part in a burst is then small
+_BURST_SECONDS = 0.04  # on a GPU, long enough that the host's share of a burst is small
 _SUSTAINED_SECONDS = 1.0
 
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """Figures of one implementation on one shape; None where nothing was measured, and ``reason`` says why."""
+    """Figures of one implementation on one shape; None if not measured, for the reason in ``reason``."""
 
     shape: str
     implementation: str
     status: str  # "ok", "wrong", "refused" or "failed"
     reason: str | None = None
-    errors: dict[str, float] | None = None  # shares of the tolerances
+    errors: dict[str, float] | None = None  # errors divided by tolerances
     kernel_us: float | None = None
     kernels: dict[str, tuple[float, float]] | None = None  # name: launches and microseconds per call
     kernel_reason: str | None = None
     wall_us: float | None = None
     wall_range_us: tuple[float, float] | None = None
-    sustained_us: float | None = None  # wall time once a power limit has lowered the GPU's clocks
+    sustained_us: float | None = None  # wall time after a power limit has lowered the GPU's clocks
     host_us: float | None = None
     chain_calls: int | None = None
     layers: int | None = None
@@ -54,30 +54,30 @@ class Result:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that rates are computed from: kernel time where it is known, else wall time."""
+        """The time in seconds from which rates are computed: kernel time if known, else wall time."""
         microseconds = self.wall_us if self.kernel_us is None else self.kernel_us
         return None if microseconds is None else microseconds * 1e-6
 
 
 class _WrongError(Exception):
-    """A result is not the right one; the message says how."""
+    """A result is wrong; the message says in what way."""
 
 
 @dataclasses.dataclass
 class _Candidate:
-    """An implementation that was right, compiled and ready to be timed."""
+    """An implementation with correct results, compiled and ready to be timed."""
 
     result: Result
     arguments: tuple
     compiled: Callable
     chained: Callable
     calls: int  # calls per chain
-    burst: int  # chains between two looks at the host's clock
+    burst: int  # chains between two readings of the host clock
     wall: list[float] = dataclasses.field(default_factory=list)
 
 
 def default_implementations() -> list[str]:
-    """Every implementation that supports an ordinary call here without being named, and the baseline."""
+    """Every implementation that is chosen automatically for an ordinary call here, and the baseline."""
     answers = supports("mla_attention")
     return [name for name, refusal in answers.items() if name != "reference" and refusal is None] + [baseline.NAME]
 
@@ -94,19 +94,19 @@ def run(
     seed: int,
     save: Callable[[dict], None] = lambda report: None,
 ) -> dict:
-    """Runs the benchmark; returns the report as JSON holds it: machine, configuration, ceilings, and a ``Result`` for
+    """Runs the benchmark; returns the report in its JSON form: machine, configuration, ceilings, and a ``Result`` for
     each shape and implementation.
 
     Args:
         shapes: calls to time.
-        implementations: names, of ``dispatch.NAMES`` or the baseline's.
+        implementations: names from ``dispatch.NAMES``, or the baseline's.
         page_size: tokens per page.
-        dtype: dtype of pool and queries, by name.
+        dtype: name of the dtype of pool and queries.
         latent: latent and rope channels.
-        repeats: timed chains, and profiles, of which the median counts.
+        repeats: number of timed chains and of profiles; medians are reported.
         unroll: whether chains are unrolled.
         seed: seed of all data.
-        save: called with the report so far after every shape.
+        save: function that is called with the report so far after every shape.
     """
     configuration = {
         "implementations": list(implementations),
@@ -143,7 +143,7 @@ def run(
 
 
 def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: int, unroll: bool) -> list[Result]:
-    """Checks every implementation, then times those that are right in turns, so that drift meets all alike."""
+    """Checks every implementation, then times the correct ones in turns, so that drift affects all alike."""
     shape, pool = problem.shape, problem.pool
     itemsize = problem.q_latent.dtype.itemsize
     flops, nbytes = shape.flops(problem.spec), shape.bytes(problem.spec, row_bytes=pool.row_bytes, itemsize=itemsize)
@@ -161,7 +161,7 @@ def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: i
             result.status, result.reason = "wrong", f"not timed: {error}"
         except NotImplementedError as error:
             result.status, result.reason = "refused", str(error)
-        except Exception as error:  # a kernel that does not compile, a device out of memory: the others go on
+        except Exception as error:  # compilation or memory failed: continue with the others
             result.status, result.reason = "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
         if result.reason:
             say(f"    {name}: {result.status}: {result.reason}")
@@ -186,7 +186,7 @@ def _call(name: str, spec: MLASpec):
 
 
 def _planned(problem: Problem, name: str) -> tuple:
-    """Arguments of a call, with the work list that a step makes once for all its layers."""
+    """Arguments of a call, with the work list that a step computes once for all its layers."""
     q_latent, q_rope, pool, metadata = problem.arguments
     if name == baseline.NAME:
         return problem.arguments
@@ -198,7 +198,7 @@ def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> 
     """Compiles and checks an implementation.
 
     Raises:
-        _WrongError: its result is wrong, so it is not timed.
+        _WrongError: the result is wrong, so it is not timed.
     """
     call, layers = _call(result.implementation, problem.spec), problem.pool.num_layers
     arguments, last_layer = _planned(problem, result.implementation), jnp.int32(layers - 1)
@@ -232,16 +232,16 @@ def _finish(problem: Problem, candidate: _Candidate, repeats: int) -> None:
         kernels = _kernels(candidate, layers, repeats)
         result.kernels = {name: (launches, seconds * 1e6) for name, (launches, seconds) in kernels.items()}
         result.kernel_us = sum(us for _, us in result.kernels.values())
-    except Exception as error:  # a failing profiler costs a column, not the run
+    except Exception as error:  # if the profiler fails, only a column is missing
         result.kernel_reason = f"{type(error).__name__}: {error}"
-    # Bursts as long as this hide the host's part in them.
+    # Bursts of this length make the host's share negligible.
     burst = math.ceil(1e6 * _BURST_SECONDS / (result.wall_us * candidate.calls))
     chained = candidate.chained, candidate.arguments, candidate.calls, burst
     result.sustained_us = timing.sustained_seconds(*chained, _SUSTAINED_SECONDS) * 1e6
 
 
 def _kernels(candidate: _Candidate, layers, repeats: int) -> dict[str, tuple[float, float]]:
-    """Kernels of a call, from the median of ``repeats`` profiles by the time of all kernels."""
+    """Kernels of a call, from the profile with the median total kernel time of ``repeats`` profiles."""
 
     def calls():
         outs = [candidate.compiled(*candidate.arguments, layers[i % len(layers)]) for i in range(_PROFILED_CALLS)]

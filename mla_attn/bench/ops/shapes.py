@@ -1,4 +1,4 @@
-"""Shapes of calls: how they are written, and the least operations and bytes of each."""
+"""The shapes of calls: their notation, and their least operations and bytes."""
 
 import dataclasses
 import re
@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from mla_attn.text import shown
 
-# Limits of what is timed, far above what is in use; memory is checked apart.
+# Limits far above sizes in use; memory is checked separately.
 MOST_REQUESTS = 65536
 MOST_HEADS = 1024
 MOST_QUERIES = 4096  # tokens of a request
@@ -41,9 +41,9 @@ SETS = {
 
 GRAMMAR = """\
 BATCHxHEADSxQUERIESxLENGTHS[@WIDTH]: requests, query heads, query tokens of each request, and cached tokens of each
-request, the query tokens included. LENGTHS is one number for all requests, a sum of lengths with repeats (32768+63*16),
-or uniform:M, which is numpy.random.default_rng(0).integers(1, M + 1, BATCH), but no less than QUERIES. The page table
-has the least width that holds the longest request, or WIDTH pages if that is more."""
+request, including the query tokens. LENGTHS is one number for all requests, a sum of lengths with repeats
+(32768+63*16), or uniform:M, which is numpy.random.default_rng(0).integers(1, M + 1, BATCH), but at least QUERIES. The
+page table has as many pages per request as the longest request needs, or WIDTH if that is more."""
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ class Channels(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call of ``mla_attention``: ``q_len`` query tokens a request, the last of its ``kv_lens[b]`` tokens."""
+    """A call of ``mla_attention``; each request's ``q_len`` query tokens are the last of its ``kv_lens[b]`` tokens."""
 
     name: str
     heads: int
@@ -72,7 +72,7 @@ class Shape:
         return max(self.least_width, -(-max(self.kv_lens) // page_size))
 
     def flops(self, spec: Channels) -> int:
-        """Operations of both products: ``2 (C + R)`` for each head, query row and visible key."""
+        """Operations of both products: ``2 (C + R)`` per head, query row and visible key."""
         pairs = sum(kv * self.q_len - self.q_len * (self.q_len - 1) // 2 for kv in self.kv_lens)
         return 2 * (spec.latent_dim + spec.kv_lora_rank) * self.heads * pairs
 
@@ -89,7 +89,7 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape written as ``GRAMMAR`` says; ValueError if it is not one."""
+    """Parses a shape in the notation of ``GRAMMAR``; raises ValueError if it is invalid."""
     number = r"([0-9]{1,10})"
     match = re.fullmatch(rf"{number}x{number}x{number}x([^@]+)(?:@{number})?", text)
     if not match:
@@ -129,7 +129,7 @@ def _kv_lens(text: str, lengths: str, batch: int, q_len: int) -> list[int]:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """``32768+63*16``, or the same with commas: one 32768, then 63 times 16; at most ``MOST_REQUESTS`` in all."""
+    """Parses ``32768+63*16``, or ``32768,63*16``: one 32768, then 63 times 16; at most ``MOST_REQUESTS`` in total."""
     lengths = []
     for item in re.split(r"[+,]", text):
         match = re.fullmatch(r"(?:([0-9]{1,10})\*)?([0-9]{1,10})", item.strip())

@@ -1,4 +1,4 @@
-"""``mla-attn bench serve``: the engine that its options ask for, and its replays."""
+"""``mla-attn bench serve``: builds an engine from the options and runs the replays."""
 
 import argparse
 import dataclasses
@@ -25,12 +25,12 @@ from mla_attn.engine import Engine, SamplingParams
 from mla_attn.models import CausalLM, check_model_fits, open_checkpoint, random_model
 from mla_attn.speculative import DraftTree
 
-_USUAL = 4  # most tokens of a request, in means: 0.1 % of the lengths are longer at a spread of 0.5
+_USUAL = 4  # most tokens of a request as a multiple of the mean: at a spread of 0.5, 0.1 % of the lengths are longer
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One replay: most requests running at a time, what they ask for, and how often drafts are made to be right."""
+    """One replay: the batch size, the load, the sampling parameters, and the simulated acceptance of drafts."""
 
     max_batch: int
     load: Load
@@ -41,8 +41,8 @@ class Case:
 def main(options: argparse.Namespace) -> int:
     """Prints a table, or JSON. Exit status: 1 if a request did not get all its tokens, else 0.
 
-    Several batch sizes or kinds of drafts are replayed one after the other on one engine, and each is printed as a row
-    once it is done. JSON then has a list ``results``; a file holds those so far.
+    Several batch sizes or kinds of drafts are replayed one after the other on one engine; each prints a row when it is
+    done. JSON then has a list ``results``, and a file is written after every replay.
     """
     cases = _cases(options)
     drafts = any(case.params.speculation for case in cases)
@@ -51,8 +51,8 @@ def main(options: argparse.Namespace) -> int:
     check_model_fits(model, num_pages=num_pages, page_size=options.page_size)
     if drafts and options.acceptance is None:
         say(
-            "note: prompts are random token ids, so drafts are seldom right and cost more than they save; "
-            "--acceptance 0.8 pretends that they are right that often"
+            "note: prompts are random token ids, so drafts are seldom accepted and cost more than they save; "
+            "--acceptance 0.8 simulates an acceptance of 80 %"
         )
     traces = [make_trace(case.load, vocab_size=model.vocab_size, max_len=max_len) for case in cases]
     say(f"{options.checkpoint}: loading")
@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, results: list[dict], replayed: Replay, *, several: bool) -> None:
-    """Prints the last result as a row, or the only one as a table, and writes all results so far to the files."""
+    """Prints the last result as a row, or a single one as a table, and writes all results so far to the files."""
     tell = say if options.json == "-" else functools.partial(print, flush=True)
     if several and len(results) == 1:
         tell(report.header(results[0]))
@@ -89,7 +89,7 @@ def _show(options: argparse.Namespace, results: list[dict], replayed: Replay, *,
 
 
 def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay, dict[str, int | float] | None]:
-    """Replays a case; on a GPU profiles some steps of another replay too, for what the device did."""
+    """Replays a case; on a GPU also profiles some steps of another replay, to measure how busy the device is."""
     engine.max_running = case.max_batch
     if case.acceptance is not None:
         assert isinstance(engine, SimulatedEngine)
@@ -101,8 +101,8 @@ def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay
         engine.clear_prefix_cache()
         try:
             device = watch(engine, case.load, case.params)
-        except RuntimeError as error:  # a failing profiler costs a figure, not the run
-            say(f"what the device did is unknown: {error}")
+        except RuntimeError as error:  # if the profiler fails, only a figure is missing
+            say(f"device occupancy is unknown: {error}")
     engine.clear_prefix_cache()
     return replayed, device
 
@@ -110,7 +110,7 @@ def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay
 def _engine(
     options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, *, max_len: int, num_pages: int
 ) -> Engine:
-    """One engine for all cases."""
+    """Builds one engine for all cases."""
     batches = sorted({case.max_batch for case in cases})
     trees = dict.fromkeys(case.params.speculation for case in cases if case.params.speculation)
     simulated = any(case.acceptance is not None for case in cases)
@@ -129,23 +129,23 @@ def _engine(
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
-    """A case for each batch size and kind of drafts, all of the same seed."""
+    """One case for each batch size and kind of drafts, all with the same seed."""
     seed = secrets.randbits(31) if options.seed is None else options.seed
     facts = {field.name: getattr(options, field.name) for field in dataclasses.fields(Load)} | {"seed": seed}
     cases = []
     for batch in options.max_batch:
-        if options.requests is None:  # enough to fill the batch some times over
+        if options.requests is None:  # enough to fill the batch several times
             facts["requests"] = 64 if len(options.max_batch) == 1 else max(8, 4 * batch)
         load = Load(**facts)
         for tree, acceptance in _drafting(options):
-            # No token ends a request: lengths are those of the trace.
+            # End tokens are ignored, so that lengths are those of the trace.
             params = SamplingParams(temperature=options.temperature, speculation=tree, seed=seed, ignore_eos=True)
             cases.append(Case(batch, load, params, acceptance))
     return cases
 
 
 def _drafting(options: argparse.Namespace) -> list[tuple[DraftTree | None, float | None]]:
-    """Draft trees, each with every probability that its drafts are right; None where that is not simulated."""
+    """Draft trees, each with every acceptance probability to simulate; None if acceptance is not simulated."""
     chains = [DraftTree.chain(length) if length else None for length in options.speculate]
     trees = chains if options.tree is None else [DraftTree(options.tree)]
     rates = options.acceptance
@@ -154,7 +154,7 @@ def _drafting(options: argparse.Namespace) -> list[tuple[DraftTree | None, float
 
 def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -> tuple[int, int]:
     """Most tokens of a request, and pages of the cache."""
-    load, most = cases[0].load, max(case.max_batch for case in cases)  # loads differ in the number of requests alone
+    load, most = cases[0].load, max(case.max_batch for case in cases)  # loads differ only in the number of requests
     fitting = positions if options.num_pages is None else min(positions, options.num_pages * options.page_size)
     usual = load.shared_prefix + _USUAL * (load.prompt_tokens + load.new_tokens)
     long = load.long_prompt + load.new_tokens if load.long_prompt else 0
@@ -178,7 +178,7 @@ def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -
 
 
 def _model(checkpoint: str, dtype: str, *, drafts: bool) -> tuple[CausalLM, Callable[[], CausalLM]]:
-    """A model without arrays, and what makes it with them."""
+    """An abstract model, and the function that creates it with arrays."""
     if checkpoint in CONFIGS:
         config = CONFIGS[checkpoint] | {"num_nextn_predict_layers": int(drafts)}
         make = functools.partial(random_model, config, dtype=jnp.dtype(dtype))
@@ -198,7 +198,7 @@ def _report(
     max_len: int,
     num_pages: int,
 ) -> dict:
-    """The report of a replay, as JSON holds it."""
+    """The report of a replay, in the form that is written as JSON."""
     tree = case.params.speculation
     configuration = {
         "checkpoint": options.checkpoint,

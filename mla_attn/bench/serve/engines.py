@@ -1,4 +1,4 @@
-"""An engine for benchmarks whose drafts are right as often as asked for."""
+"""An engine for benchmarks that accepts drafts with a given probability."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from mla_attn.passes import Functions, Passes
 
 
 class _SimulatedFunctions(Functions):
-    """Passes whose state is the model's arrays and the probability that a draft is right."""
+    """Passes whose state is the model's arrays and the acceptance probability."""
 
     def model(self, state):
         return super().model(state[:-1])
@@ -21,7 +21,7 @@ class _SimulatedFunctions(Functions):
         parents = tree.parents.tolist()
         child = np.array([parents.index(node) - 1 if node in parents else -1 for node in range(len(parents))])
         luck = jax.vmap(jax.vmap(_uniform, in_axes=(None, 0)))(x["seed"], positions)
-        # Where drafts are wrong, the target's token is the first one that was not drafted.
+        # To reject all drafts of a node, the target's token is the first one that was not drafted.
         ids = jnp.arange(len(parents), dtype=jnp.int32)
         drafted = (drafts[:, None] == ids[None, :, None]).any(axis=-1)
         unforeseen = jnp.argmin(drafted, axis=-1).astype(jnp.int32)[:, None]
@@ -40,20 +40,20 @@ class _SimulatedPasses(Passes):
 
     def simulate(self, acceptance: float) -> None:
         weights = self.state[: self.functions.structure.num_leaves]
-        self.state = (*weights, jnp.float32(acceptance))  # on the device, so that no call has to copy it there
+        self.state = (*weights, jnp.float32(acceptance))  # on the device, so that no call copies it there
 
 
 class SimulatedEngine(Engine):
-    """An engine whose verify passes do all their work, then accept each draft with a given probability, at first 0.
+    """An engine whose verify passes do all their work, then accept each draft with a given probability, initially 0.
 
-    Random weights draft no better than chance. This measures the speed at an acceptance that trained weights would
-    reach. The tokens mean nothing. Of the children of a node only the first may be accepted.
+    Random weights draft no better than chance. This engine measures the speed at an acceptance that trained weights
+    would reach. Its tokens are meaningless. Only the first child of a node can be accepted.
     """
 
     passes_class = _SimulatedPasses
 
     def simulate(self, acceptance: float) -> None:
-        """Sets the probability that a draft is accepted; nothing is compiled again."""
+        """Sets the probability that a draft is accepted, without recompilation."""
         assert isinstance(self._passes, _SimulatedPasses)
         self._passes.simulate(acceptance)
 

@@ -1,4 +1,4 @@
-"""``mla-attn bench host``: times the engine's own work, with passes that do nothing in place of the model's."""
+"""``mla-attn bench host``: times the engine's host work, with passes that do nothing in place of the model's."""
 
 import argparse
 import dataclasses
@@ -25,9 +25,9 @@ from mla_attn.passes import Passes
 PAGE_SIZE, PROMPT_TOKENS = 64, 512
 WAITING = (0, 10, 100, 1000)
 RUNNING, BESIDE = (1, 64), 32
-_DECODED = 100  # steps that are timed where nothing but decoding happens
-_WAITER = 16384  # tokens of a request that waits
-# A model of next to no size: nothing of it is computed.
+_DECODED = 100  # timed steps if requests only decode
+_WAITER = 16384  # tokens of a waiting request
+# A tiny model, none of which is computed.
 _TINY = {
     "model_type": "deepseek_v3",
     "vocab_size": 256,
@@ -45,7 +45,7 @@ _TINY = {
 
 
 class _Nothing(Buckets):
-    """Buckets that choose and pad like any, and give the same zeros at each call."""
+    """Buckets that select a shape and pad as usual, and return the same zeros at every call."""
 
     def _lower(self, index, state, pool):
         outputs, _ = jax.eval_shape(self._jitted, state, pool, self._rungs[index])
@@ -61,7 +61,7 @@ class _NoPasses(Passes):
 
 
 class HostEngine(Engine):
-    """An engine without a device's work: all tokens are 0, and a step takes the host's time alone."""
+    """An engine without device work: all tokens are 0, and a step takes only host time."""
 
     passes_class = _NoPasses
 
@@ -71,11 +71,11 @@ class Row:
     """Figures of steps of one kind.
 
     Attributes:
-        prompt: tokens of the prompt that is computed during them; 0 if requests decode alone.
+        prompt: tokens of the prompt that is computed in these steps; 0 if requests only decode.
         running: requests that decode.
         waiting: requests that wait for pages.
-        steps: steps that were timed.
-        mean, worst: milliseconds of this thread's processor time a step.
+        steps: number of timed steps.
+        mean, worst: CPU time of this thread per step, in milliseconds.
     """
 
     prompt: int
@@ -87,8 +87,8 @@ class Row:
 
 
 def measure(prompts: Sequence[int]) -> Iterator[Row]:
-    """Measures row by row: prompts alone, then beside requests that decode, then requests that decode while others wait
-    for pages."""
+    """Measures row by row: prompts alone, then while other requests decode, then decoding while others wait for
+    pages."""
     for running in (0, BESIDE):
         for prompt in prompts:
             engine = _engine(running + 1, prompt + PAGE_SIZE)
@@ -98,7 +98,7 @@ def measure(prompts: Sequence[int]) -> Iterator[Row]:
     waiter, params = _tokens(_WAITER), SamplingParams(max_new_tokens=1, ignore_eos=True)
     for running in RUNNING:
         for count in WAITING:
-            # Not enough pages for a waiting one beside anybody who runs.
+            # Too few pages to admit a waiting request while any other runs.
             few = _WAITER // PAGE_SIZE + 1
             engine = _engine(running + 1, _WAITER + PAGE_SIZE, num_pages=few, max_waiting=max(count, running))
             _decode(engine, running, new=2 * _DECODED)
@@ -127,11 +127,11 @@ def _decode(engine: HostEngine, running: int, *, new: int) -> None:
         engine.add_request([0], SamplingParams(max_new_tokens=new, ignore_eos=True))
     while engine.statistics.waiting:
         engine.step()
-    gc.collect()  # what is left of other engines, not while steps are timed
+    gc.collect()  # collect other engines' garbage now, not in timed steps
 
 
 def _time(engine: HostEngine, steps: int) -> tuple[int, float, float]:
-    """Number of steps, and the milliseconds that they take on average and at most."""
+    """Runs the engine; returns the number of steps, and their mean and largest time in milliseconds."""
     taken = []
     for _ in range(steps):
         begin = time.thread_time()
@@ -148,8 +148,8 @@ def main(options: argparse.Namespace) -> int:
     """Prints a table, or JSON. Exit status 0."""
     rows, head = [], machine()
     tell = output.say if options.json == "-" else print
-    tell(f"{head['device']}, {head['date']}: host ms a step, passes replaced by nothing, prompts {PROMPT_TOKENS} "
-         "tokens a step\n\n  prompt decoding  waiting    steps     mean    worst")  # fmt: skip
+    tell(f"{head['device']}, {head['date']}: host ms per step with empty passes, prompts {PROMPT_TOKENS} "
+         "tokens per step\n\n  prompt decoding  waiting    steps     mean    worst")  # fmt: skip
     for row in tqdm(measure(options.prompt_tokens), desc="measuring", disable=not sys.stderr.isatty(), leave=False):
         rows.append(row)
         tell(f"{row.prompt:8} {row.running:8} {row.waiting:8} {row.steps:8} {row.mean:8.3f} {row.worst:8.3f}")
@@ -163,14 +163,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def plot(rows: Sequence[Row], title: str, path: str | pathlib.Path) -> None:
-    """Draws host ms per step against the length of a prompt, alone and beside requests that decode."""
+    """Draws host ms per step against the length of a prompt, alone and while other requests decode."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(8, 5), layout="constrained")).add_subplot(xscale="log")
     for running in sorted({row.running for row in rows if row.prompt}):
         points = [(row.prompt, row.mean) for row in rows if row.prompt and row.running == running]
-        axes.plot(*zip(*points, strict=True), "o-", label=f"beside {running} that decode" if running else "alone")
-    axes.set(xlabel="tokens of the prompt", ylabel="host ms a step", ylim=(0, None))
+        axes.plot(*zip(*points, strict=True), "o-", label=f"while {running} decode" if running else "alone")
+    axes.set(xlabel="tokens of the prompt", ylabel="host ms per step", ylim=(0, None))
     axes.legend()
     axes.grid(visible=True, alpha=0.2)
     axes.set_title(title)

@@ -1,4 +1,4 @@
-"""Replays a trace of requests on an engine, and records what requests saw and what the device did."""
+"""The replay of a trace on an engine, with times of every request, and the profile of the device."""
 
 import collections
 import dataclasses
@@ -14,22 +14,22 @@ from mla_attn.bench.serve.trace import Load, Request, make_trace
 from mla_attn.engine import Engine, EngineStatistics, Output, SamplingParams
 
 _PROFILED_STEPS = 32
-_LONGEST_NAP = 0.01  # seconds; sleep() is exact to about a tenth of a millisecond, so short naps lose nothing
+_LONGEST_NAP = 0.01  # seconds; sleep() is accurate to about 0.1 ms, so short naps lose no time
 
 
 @dataclasses.dataclass
 class Record:
-    """What one request saw; times in seconds after the begin of the replay.
+    """The times and counts of one request; times in seconds after the start of the replay.
 
     Attributes:
-        arrival: the trace's arrival, so that waiting to be added to the engine counts as waiting.
+        arrival: arrival in the trace, so that the time until it is added to the engine counts as waiting.
         prompt_tokens: tokens of its prompt.
         asked: tokens to generate.
-        new_tokens: tokens that came.
-        outputs: outputs that brought them.
+        new_tokens: tokens received.
+        outputs: number of ``Output`` objects with tokens.
         first: time of the first token.
         last: time of the last token.
-        finish_reason: that of its last ``Output``.
+        finish_reason: ``finish_reason`` of its last ``Output``.
     """
 
     arrival: float
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def served(self) -> bool:
-        """Whether all tokens came."""
+        """Whether it received all tokens."""
         return self.new_tokens == self.asked
 
     @property
@@ -75,17 +75,17 @@ class Replay:
     """Figures of a replayed trace.
 
     Attributes:
-        records: a record for each request, by arrival.
+        records: one record per request, ordered by arrival.
         duration: seconds from the first arrival to the last token.
         timeline: after every step: seconds, running and waiting requests.
-        most_pages: most pages that requests held after a step.
+        most_pages: largest number of pages that requests held after a step.
         prompt_rows: prompt rows computed; those of preempted requests count again.
         reused_rows: prompt rows found in the prefix cache instead; those of preempted requests count again.
-        preemptions: times the pages of a running request were freed for others.
+        preemptions: number of times that a running request's pages were freed for others.
         steps: steps of the engine.
         step_seconds: seconds inside steps.
         wait_seconds: seconds of ``step_seconds`` spent waiting for the device.
-        statistics: the engine's, at the end; earlier replays count in it.
+        statistics: the engine's statistics at the end, which include earlier replays.
     """
 
     records: list[Record]
@@ -102,13 +102,13 @@ class Replay:
 
 
 def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, progress: bool = True) -> Replay:
-    """Replays a trace on an idle engine that is warm. Requests are added between steps, once their time has come.
+    """Replays a trace on an idle, warm engine. A request is added between steps, once its arrival time has passed.
 
     Args:
-        engine: made for requests as long as the trace's, and for as many waiting ones.
-        trace: requests by arrival.
-        params: parameters of all requests but ``max_new_tokens``; the n-th request draws from this seed plus n.
-        progress: whether to show a bar of finished requests.
+        engine: engine with room for requests as long as the trace's, and for as many waiting ones.
+        trace: requests, ordered by arrival.
+        params: parameters of all requests except ``max_new_tokens``; request n has the seed plus n.
+        progress: whether to show a progress bar of finished requests.
     """
     ahead, records, timeline, most_pages = collections.deque(enumerate(trace)), [], [], 0
     before, begin = engine.statistics, time.perf_counter()
@@ -125,7 +125,7 @@ def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, 
                 own = dataclasses.replace(params, max_new_tokens=request.new_tokens, seed=seed)
                 engine.add_request(request.prompt, own, on_output=functools.partial(note, record))
                 records.append(record)
-            if not engine.busy:  # so the next arrival lies ahead
+            if not engine.busy:  # the next arrival is in the future
                 time.sleep(max(0.0, min(ahead[0][1].arrival - (time.perf_counter() - begin), _LONGEST_NAP)))
                 continue
             outputs = engine.step()
@@ -151,19 +151,17 @@ def replay(engine: Engine, trace: Sequence[Request], params: SamplingParams, *, 
 
 
 def rehearse(engine: Engine, load: Load, params: SamplingParams) -> None:
-    """Serves requests like the load's, of other tokens: the first run of a program takes longer than later ones."""
+    """Runs requests like the load's with other tokens, because the first run of a program takes longer."""
     replay(engine, _twice_the_batch(engine, load, min(load.new_tokens, 16)), params, progress=False)
 
 
 def watch(engine: Engine, load: Load, params: SamplingParams) -> dict[str, int | float]:
-    """Profiles steps of an idle engine with as many requests running as may and others waiting, if pages and tokens
-    last.
+    """Profiles steps of an engine with a full batch and waiting requests, as far as pages and tokens allow.
 
     Returns:
-        ``steps`` seen, mean ``step_time`` in seconds, shares of the time: ``busy`` (a kernel ran) and ``waited`` (for
-        the host to launch one: gaps of more than ``timing.LONG_GAP``). Profiling slows the host, for XLA then launches
-        kernel by kernel, without its command buffers: a step takes longer than it else would and ``waited`` is an upper
-        bound.
+        ``steps`` profiled, mean ``step_time`` in seconds, and shares of the time: ``busy`` (a kernel ran) and
+        ``waited`` (for the host, in gaps longer than ``timing.LONG_GAP``). Profiling slows the host, because XLA then
+        launches every kernel without command buffers: steps take longer than usual, and ``waited`` is an upper bound.
 
     Raises:
         RuntimeError: the profile has no kernels.

@@ -1,4 +1,4 @@
-"""The report of replays: as text, as JSON holds it, and as pictures."""
+"""The report of replays, as text, as JSON and as pictures."""
 
 import collections
 import pathlib
@@ -12,7 +12,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
-    """p50, p90 and p99 of the values that are not None; None if all are."""
+    """p50, p90 and p99 of the values that are not None; None if there are none."""
     there = [value for value in values if value is not None]
     if not there:
         return None
@@ -20,7 +20,7 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def summarize(replay: Replay, device: dict[str, int | float] | None = None, *, drafts: bool) -> dict:
-    """Figures of a replay and of what ``watch`` saw; times in seconds, rates per second, None where there is none."""
+    """Figures of a replay and of ``watch``; times in seconds, rates per second, None for missing figures."""
     records, statistics = replay.records, replay.statistics
     prompt_tokens = sum(record.prompt_tokens for record in records)
     new_tokens = sum(record.new_tokens for record in records)
@@ -52,13 +52,13 @@ def summarize(replay: Replay, device: dict[str, int | float] | None = None, *, d
 
 
 def _acceptance_length(records: Sequence[Record]) -> float | None:
-    """Tokens per request and verify pass. (A request's first token comes from its prompt, and does not count.)"""
+    """Mean tokens per request and verify pass. A request's first token comes from its prompt and does not count."""
     passes = sum(max(record.outputs - 1, 0) for record in records)
     return sum(max(record.new_tokens - 1, 0) for record in records) / passes if passes else None
 
 
 def table(report: dict) -> str:
-    """The report as text: what was run on what, then a figure per line."""
+    """The report as text: configuration and machine, then one figure per line."""
     config, summary = report["configuration"], report["summary"]
     rate = "all at once" if config["rate"] is None else f"{config['rate']:g} per second"
     accepted = "-" if summary["acceptance_length"] is None else f"{summary['acceptance_length']:.2f}"
@@ -68,7 +68,7 @@ def table(report: dict) -> str:
         "new tokens": f"{summary['new_tokens']}, acceptance length {accepted}",
         "duration": f"{summary['duration']:.2f} s, {summary['steps']} engine steps of "
         f"{_figure(summary['step_time'], 1e3)} ms",
-        "host ms a step": _figure(summary["host_time"], 1e3),
+        "host ms per step": _figure(summary["host_time"], 1e3),
         "throughput": f"{summary['output_tokens_per_second']:.1f} output tokens/s, "
         f"{summary['total_tokens_per_second']:.1f} with prompts",
         "pages": f"{summary['most_pages']} of {config['num_pages']} held at most by requests; "
@@ -115,7 +115,7 @@ def _latencies(summary: dict) -> str:
     return "\n".join(lines)
 
 
-# Columns of several replays, a line each: (title, width, figure of a result).
+# Columns of the table of several replays: (title, width, function from a result to its figure).
 _COLUMNS: tuple[tuple[str, int, Callable[[dict, dict], str]], ...] = (
     ("batch", 5, lambda config, summary: str(config["max_batch"])),
     ("requests", 9, lambda config, summary: f"{summary['served']}/{summary['requests']}"),
@@ -142,8 +142,8 @@ def header(report: dict) -> str:
             f"{config['checkpoint']}, {config['dtype']}, page {config['page_size']}, requests of at most "
             f"{config['max_len']} tokens, {summary['programs']} programs compiled in "
             f"{summary['warm_up_seconds']:.1f} s, seed {config['seed']}",
-            "tokens/s: output; accepted: tokens a verify pass; busy, waits (for the host): of the device's time, in a "
-            "profile; ms/token: p50",
+            "tokens/s: output tokens; accepted: tokens per verify pass; busy, waits (for the host): shares of the "
+            "device's time in a profile; ms/token: p50",
             "",
             " ".join(title.rjust(width) for title, width, _ in _COLUMNS) + "  drafts",
         ]
@@ -151,13 +151,13 @@ def header(report: dict) -> str:
 
 
 def row(report: dict) -> str:
-    """The row of one replay among several."""
+    """The row of one of several replays."""
     config, summary = report["configuration"], report["summary"]
     return " ".join(figure(config, summary).rjust(width) for _, width, figure in _COLUMNS) + f"  {_drafts(config)}"
 
 
 def plot_batches(results: Sequence[dict], title: str, path: str | pathlib.Path) -> None:
-    """Draws output tokens per second against the most requests running, a line for each kind of drafts."""
+    """Draws output tokens per second against the batch size, one line for each kind of drafts."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(9, 6), layout="constrained")).add_subplot(xscale="log")
@@ -170,7 +170,7 @@ def plot_batches(results: Sequence[dict], title: str, path: str | pathlib.Path) 
     batches = sorted({batch for points in lines.values() for batch, _ in points})
     axes.set_xticks(batches, labels=map(str, batches))
     axes.minorticks_off()
-    axes.set(xlabel="most requests running at a time", ylabel="output tokens per second", ylim=(0, None))
+    axes.set(xlabel="most running requests", ylabel="output tokens per second", ylim=(0, None))
     axes.legend()
     axes.grid(visible=True, alpha=0.2)
     axes.set_title(title)
@@ -178,7 +178,8 @@ def plot_batches(results: Sequence[dict], title: str, path: str | pathlib.Path) 
 
 
 def plot(replay: Replay, title: str, path: str | pathlib.Path) -> None:
-    """Draws the distributions of time to first token and time per output token, and how many ran and waited when."""
+    """Draws the distributions of time to first token and time per output token, and running and waiting requests over
+    time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.5), layout="constrained")

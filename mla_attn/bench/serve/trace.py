@@ -1,4 +1,4 @@
-"""Synthetic traces: when requests arrive, how long they are, which share a prefix."""
+"""Synthetic traces: arrivals, lengths and shared prefixes of requests."""
 
 import dataclasses
 import math
@@ -20,9 +20,9 @@ class Load:
         new_tokens: mean number of tokens to generate; log-normal.
         spread: standard deviation of the logarithms of both; 0 makes all lengths equal.
         shared_prefix: tokens of each of ``COMMON_PREFIXES`` prefixes; 0 for none.
-        shared_share: share of requests with one of them before their own tokens, 0 to 1.
-        long_prompt: tokens of the prompt of one more request, which comes after all others; 0 for none.
-        seed: seed of everything drawn. Prompts and lengths do not depend on the rate.
+        shared_share: share of requests that begin with one of these prefixes, 0 to 1.
+        long_prompt: prompt tokens of one more request, which arrives after all others; 0 for none.
+        seed: seed of all random draws. Prompts and lengths do not depend on the rate.
     """
 
     requests: int
@@ -52,7 +52,7 @@ class Load:
 
     @property
     def mean_tokens(self) -> int:
-        """Mean tokens of a request with a prefix, new tokens included."""
+        """Mean tokens of a request with a prefix, including new tokens."""
         return self.shared_prefix + self.prompt_tokens + self.new_tokens
 
 
@@ -64,7 +64,7 @@ class Request:
         arrival: seconds after the first request.
         prompt: token ids, a common prefix included.
         new_tokens: tokens to generate.
-        prefix: number of the common prefix that the prompt begins with; None for none.
+        prefix: index of the common prefix that the prompt begins with, or None.
     """
 
     arrival: float
@@ -74,10 +74,9 @@ class Request:
 
 
 def make_trace(load: Load, *, vocab_size: int, max_len: int) -> tuple[Request, ...]:
-    """Draws requests, sorted by arrival, of at most ``max_len`` tokens, new ones included; equal arguments give equal
-    requests.
+    """Draws requests of at most ``max_len`` tokens, including new ones, sorted by arrival. It is deterministic.
 
-    Long prompts are cut so that the mean of new tokens has room, then new tokens to what room there is.
+    Long prompts are cut so that the mean number of new tokens fits; then new tokens are cut to the remaining room.
     """
     if load.mean_tokens > max_len:
         raise ValueError(
@@ -89,7 +88,7 @@ def make_trace(load: Load, *, vocab_size: int, max_len: int) -> tuple[Request, .
             f"long_prompt={load.long_prompt} and new_tokens={load.new_tokens} are {load.long_prompt + load.new_tokens} "
             f"together, must be at most max_len={max_len}"
         )
-    # A generator for each, so that to change one leaves the others as they were.
+    # One generator for each quantity, so that changing one leaves the others unchanged.
     arriving, sizing, sharing, drawing = np.random.default_rng(load.seed).spawn(4)
     gaps = arriving.exponential(1 / load.rate, load.requests)
     own = _lengths(sizing, load.prompt_tokens, load, max_len - load.shared_prefix - load.new_tokens)
@@ -110,6 +109,6 @@ def make_trace(load: Load, *, vocab_size: int, max_len: int) -> tuple[Request, .
 
 
 def _lengths(draw: np.random.Generator, mean: int, load: Load, most: int) -> Int[np.ndarray, "N"]:
-    # exp(mu + sigma**2 / 2) is the mean of a log-normal.
+    # The mean of a log-normal distribution is exp(mu + sigma**2 / 2).
     drawn = draw.lognormal(math.log(mean) - load.spread**2 / 2, load.spread, load.requests)
     return np.clip(np.rint(drawn), 1, most).astype(np.int64)
