@@ -5,7 +5,7 @@ the jitted entry point of each serving mode, ``mla_attn.buckets`` compiles whole
 ``mla_attn.models`` holds DeepSeek-V2/V3 in Flax NNX, ``mla_attn.generation`` runs it over one batch, and
 ``mla_attn.engine`` serves it to many requests.
 
-Names are imported when they are first asked for, and JAX with them: the command line refuses a call without waiting.
+Names, and JAX with them, are imported at their first use, so that the command line reports wrong arguments at once.
 """
 
 import importlib
@@ -73,7 +73,7 @@ __all__ = [
     "write_latent",
 ]
 
-_HOMES = {  # of the names above
+_HOMES = {  # modules of the names above
     "cache": (
         "KVPool",
         "LatentPool",

@@ -1,7 +1,7 @@
 """Argument checks of the whole package: static integers, numbers and flags, and the shapes and dtypes of arrays.
 
-Each raises ``ValueError`` with the argument's name, its value and what is allowed, and those that convert return what
-was meant: a Python number, or an int32 array.
+Each raises ``ValueError`` with the argument's name, its value and what is allowed. Those that convert return a Python
+number or an int32 array.
 """
 
 import math
@@ -20,16 +20,15 @@ from mla_attn.text import shown
 
 INT32_MAX = 2**31 - 1
 _FLOAT32 = jnp.finfo(jnp.float32)
-# Above this ``score / cap`` of an ordinary score is no longer a normal float32, and would be flushed to zero.
+# With a larger cap, ``score / cap`` of an ordinary score is not a normal float32 and would be flushed to zero.
 _MOST_SOFT_CAP = 1e30
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns a static integer from ``least`` to ``most`` as Python's: products of NumPy's would wrap.
+    """Returns a static integer from ``least`` to ``most`` as a Python integer, because NumPy's products would wrap.
 
-    If ``most`` is None it is the largest int32, because such integers meet int32 arrays.
-
-    Booleans, floats of whole value, strings and JAX arrays are refused: none of them is a static integer.
+    ``most=None`` means the largest int32, because such integers are combined with int32 arrays. Booleans, integral
+    floats, strings and JAX arrays are refused: they are not static integers.
     """
     if type(value) is not int:
         value = int(value) if _is_integer(value) else value
@@ -50,7 +49,7 @@ def check_integers(name: str, values: Any) -> list[int]:
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, Sequence):
         raise ValueError(f"{name}={shown(values)} must be a sequence of integers")
-    if set(map(type, listed)) <= {int}:  # of prompts, as long as they may be
+    if set(map(type, listed)) <= {int}:  # fast path for long prompts
         return list(listed)
     wrong = [value for value in listed if not _is_integer(value)]
     if wrong:
@@ -61,7 +60,7 @@ def check_integers(name: str, values: Any) -> list[int]:
 def check_index(name: str, value: int | Int[Array, ""], least: int, most: int = INT32_MAX) -> int | Int[Array, ""]:
     """Returns one integer, static or an array [], as a Python integer or an int32 array.
 
-    The range is checked where the value is known. A traced value cannot be checked, so callers must not rely on it.
+    The range of a traced value cannot be checked, so callers must not rely on it.
     """
     if not isinstance(value, jax.Array | np.ndarray):
         return check_integer(name, value, least, most)
@@ -73,7 +72,7 @@ def check_index(name: str, value: int | Int[Array, ""], least: int, most: int = 
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns a static flag, Python's or NumPy's, as Python's. Other values are refused: the string "False" is true."""
+    """Returns a Python or NumPy flag as a Python bool. Other values are refused, because the string "False" is true."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}={value!r} must be True or False")
     return bool(value)
@@ -87,21 +86,21 @@ def check_number(
     least: int | float | None = None,
     most: int | float | None = None,
 ) -> float:
-    """Returns a static real number, Python's or NumPy's, as Python's.
+    """Returns a static real number of Python or NumPy as a Python number.
 
-    It must be finite as float32: no overflow, and not below the least normal number, which devices flush to zero.
+    It must be finite in float32, and 0 or at least the smallest normal number, because devices flush smaller ones to 0.
 
     Args:
         name: the argument's name.
-        value: the value given; booleans, strings and JAX arrays are refused.
+        value: the argument's value; booleans, strings and JAX arrays are refused.
         above: exclusive lower bound, if any.
         least: inclusive lower bound, if any.
         most: inclusive upper bound, if any.
     """
     number = _as_float(value)
-    held = number == 0 or float(_FLOAT32.tiny) <= abs(number) <= float(_FLOAT32.max)  # NaN is not
+    held = number == 0 or float(_FLOAT32.tiny) <= abs(number) <= float(_FLOAT32.max)  # false for NaN
     bounds = [
-        # What float32 rounds to a bound is not above it.
+        # A value that rounds to the bound in float32 is not above it.
         (above is None or (held and np.float32(number) > above), f"above {above}"),
         (least is None or number >= least, f"of at least {least}"),
         (most is None or number <= most, f"of at most {most}"),
@@ -114,7 +113,7 @@ def check_number(
 
 
 def check_scale(scale: Any) -> float:
-    """Returns a softmax scale: positive."""
+    """Returns a softmax scale, which must be positive."""
     return check_number("scale", scale, above=0)
 
 
@@ -124,7 +123,7 @@ def check_window(window: Any) -> int | None:
 
 
 def check_soft_cap(soft_cap: Any) -> float | None:
-    """Returns a cap of scores, ``cap * tanh(score / cap)``; None for none, also for an infinite cap."""
+    """Returns a cap of scores, ``cap * tanh(score / cap)``; None for no cap, also if it is infinite."""
     if soft_cap is None or _as_float(soft_cap) == math.inf:
         return None
     return check_number("soft_cap", soft_cap, above=0, most=_MOST_SOFT_CAP)
@@ -137,14 +136,14 @@ def check_array(name: str, array: Any) -> None:
 
 
 def check_shape(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> None:
-    """Checks that an array has exactly ``shape``; ``meaning`` says what its axes are."""
+    """Checks that an array has exactly ``shape``; ``meaning`` describes its axes."""
     check_array(name, array)
     if tuple(array.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {shape}: {meaning}")
 
 
 def check_type(name: str, array: Any, kind: Any) -> None:
-    """Checks that an array's dtype is of ``kind``. float8 is no ``jnp.floating`` here: its numbers need a scale."""
+    """Checks that an array's dtype is of ``kind``. float8 does not count as ``jnp.floating``: it needs a scale."""
     if kind is jnp.floating and not _is_floating(array.dtype):
         raise ValueError(f"{name} has dtype {array.dtype}, must be a floating dtype of at least 16 bits")
     if not jnp.issubdtype(array.dtype, kind):
@@ -154,7 +153,7 @@ def check_type(name: str, array: Any, kind: Any) -> None:
 def check_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
     """Returns a dtype, given by name or type."""
     try:
-        if dtype is not None:  # NumPy's default
+        if dtype is not None:  # NumPy would take its default dtype
             return jnp.dtype(dtype)
     except TypeError:
         pass
@@ -168,7 +167,7 @@ def check_out_dtype(out_dtype: DTypeLike | None) -> None:
 
 
 def as_int32(name: str, array: Any) -> Int[Array, "..."]:
-    """Returns an array of any integer dtype as int32; what does not fit becomes the nearest limit, out of range."""
+    """Returns an array of any integer dtype as int32; values that do not fit become the nearest limit, out of range."""
     check_array(name, array)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {array.dtype}, must be an integer dtype")
@@ -187,7 +186,7 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """NaN for what is no real number, or too large for a float."""
+    """``value`` as a float; NaN if it is not a real number or too large."""
     try:
         return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     except OverflowError:

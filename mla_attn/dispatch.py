@@ -1,4 +1,4 @@
-"""The dispatcher: which implementation computes a call, and how it is run.
+"""The dispatcher, which chooses the implementation of a call and runs it.
 
 Every op has an ordered tuple of implementations that ends in ``xla`` (supports nearly every call) and ``reference``
 (taken only if named). Each has one predicate, ``supports(call, device) -> str | None``: the reason for a refusal, or
@@ -20,13 +20,13 @@ from mla_attn.varying import vary_together
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
 ENVIRONMENT_VARIABLE = "MLA_ATTN_IMPLEMENTATION"
 
-# The argument ``implementation`` of an op: a name, names in the order in which to try them, or None.
+# The argument ``implementation`` of an op: a name, names in the order to try them, or None for the default choice.
 Order = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A kind of device that programs are compiled for.
+    """A kind of device for which programs are compiled.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
@@ -45,11 +45,11 @@ class Implementation:
 
     Attributes:
         name: one of ``NAMES``.
-        supports: gives the reason for refusing a call on a device, or None.
-        run: computes the op; takes its arrays by position and its static arguments by keyword.
-        plan: makes what all layers of a step share; None if they share nothing.
-        derivative: "own" if JAX differentiates ``run``, in either mode and inside ``jit``; "reference" if that of the
-            op's reference is used; None if there is none.
+        supports: function that gives the reason for refusing a call on a device, or None.
+        run: function that computes the op; takes arrays by position and static arguments by keyword.
+        plan: function that computes the metadata that all layers of a step share; None if there is none to compute.
+        derivative: "own" if JAX differentiates ``run``, in forward and reverse mode and inside ``jit``; "reference" if
+            the derivative of the op's reference is used; None if there is no derivative.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Implementation:
     derivative: Literal["own", "reference"] | None = None
 
 
-# A JAX user context is part of the key of every cache of ``jax.jit``: no program of one device is used for another.
+# A JAX user context is part of every cache key of ``jax.jit``, so that programs of different devices stay apart.
 _target = jax.make_user_context(default_value=None)
 
 
 def current_device() -> Device:
-    """The default backend's first device, unless ``compiling_for`` says otherwise."""
+    """The default backend's first device, or the device of the enclosing ``compiling_for``."""
     if (target := _target.value) is not None:
         return target
     device = jax.devices()[0]
@@ -74,15 +74,15 @@ def current_device() -> Device:
 
 @contextlib.contextmanager
 def compiling_for(device: Device) -> Iterator[None]:
-    """Makes choices inside for ``device``, to lower and compile ahead of time on a machine without it."""
+    """Context in which implementations are chosen for ``device``, to compile ahead of time on a machine without it."""
     with _target(device):
         yield
 
 
 def requested(implementation: Order) -> tuple[str, ...] | None:
-    """The names to try, in order: the argument's, else those of ``MLA_ATTN_IMPLEMENTATION``, else None.
+    """The names to try, in order: those of the argument, else those of ``MLA_ATTN_IMPLEMENTATION``, else None.
 
-    The environment variable holds a name, or several with commas between them. It is read at every call.
+    The environment variable holds one name, or several separated by commas. It is read at every call.
 
     Raises:
         ValueError: an unknown name, or an empty order.
@@ -103,13 +103,13 @@ def choose(op: str, call: Any, implementations: tuple[Implementation, ...], impl
 
     Args:
         op: the op's name, for messages.
-        call: static facts of the call, as the op's predicates take them.
+        call: static facts of the call, the argument of the op's predicates.
         implementations: the op's implementations in order of preference; "reference" is taken only if named.
-        implementation: the caller's argument, as ``requested`` takes it; only what it names is tried.
+        implementation: the caller's argument, as in ``requested``; only the named ones are tried.
 
     Raises:
         ValueError: an unknown name.
-        NotImplementedError: none of those tried supports the call; with the reasons.
+        NotImplementedError: no tried implementation supports the call; the message has the reasons.
     """
     names = requested(implementation)
     found = {i.name: i for i in implementations}
@@ -127,11 +127,11 @@ def choose(op: str, call: Any, implementations: tuple[Implementation, ...], impl
 
 
 def compute(op: str, chosen: Implementation, implementations: tuple[Implementation, ...], arrays: tuple, **static: Any):
-    """Runs the chosen implementation, compiled once for its shapes and static arguments also outside of ``jax.jit``.
+    """Runs the chosen implementation, compiled once per shapes and static arguments even outside ``jax.jit``.
 
     Raises:
-        NotImplementedError: arrays are sharded over explicit mesh axes; or, when it is differentiated, the
-            implementation has no derivative.
+        NotImplementedError: arrays are sharded over explicit mesh axes, or the implementation is differentiated but has
+            no derivative.
     """
     for leaf in jax.tree.leaves(arrays):
         if any(axes is not None for axes in getattr(jax.typeof(leaf).sharding, "spec", ())):
@@ -151,14 +151,14 @@ def _compute(arrays, *, op: str, chosen: Implementation, reference: Implementati
             return run(*arrays)
         if chosen.derivative == "reference":
             return with_derivative(run, functools.partial(reference.run, **dict(static)), arrays)
-        # Pallas gives a kernel's results no varying axes, so out_specs=P() would take one device's for those of all.
+        # Pallas marks a kernel's results as varying over no axes, so out_specs=P() would take one device's for all.
         return vary_together(run(*_without_derivative(op, chosen.name, arrays)), like=arrays)
 
 
 def with_derivative(run, differentiated, arrays):
-    """``run(*arrays)``, with the derivative of ``differentiated``, in forward and reverse mode."""
+    """Computes ``run(*arrays)`` with the derivative of ``differentiated``, in forward and reverse mode."""
     leaves, structure = jax.tree.flatten(arrays)
-    # XLA (jaxlib 0.11.2, CPU) crashes where shard_map passes an empty array to what custom_jvp calls.
+    # XLA (jaxlib 0.11.2, CPU) crashes if shard_map passes an empty array to a function under custom_jvp.
     empty = [jax.ShapeDtypeStruct(x.shape, x.dtype) if x.size == 0 else None for x in leaves]
 
     def on_leaves(function):
@@ -179,7 +179,7 @@ def with_derivative(run, differentiated, arrays):
 
 
 def _without_derivative(op: str, name: str, arrays):
-    """The arrays, through an identity that cannot be differentiated: custom_jvp around a kernel fails on its refs."""
+    """Passes arrays through an identity whose derivative raises, because custom_jvp around a kernel fails on refs."""
 
     @jax.custom_jvp
     def identity(x):

@@ -1,4 +1,4 @@
-"""Memory, compared with what is free before it is taken."""
+"""Checks that memory is free before it is allocated."""
 
 import math
 import pathlib
@@ -12,7 +12,7 @@ _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int | None:
-    """Free bytes of the default device: of the host and its container for a CPU. None where nobody tells."""
+    """Free bytes of the default device (for a CPU of the host and its container); None if unknown."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return min((each for each in (_free_of_host(), _free_of_container()) if each is not None), default=None)
@@ -23,16 +23,16 @@ def free_bytes() -> int | None:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of a pytree of arrays, or of what has a shape and a dtype."""
+    """Bytes of a pytree of arrays or ``jax.ShapeDtypeStruct``."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def check_fits(what: str, needed: int) -> None:
-    """MemoryError, with both figures, if the default device has no ``needed`` bytes free.
+    """Raises MemoryError, with both figures, if the default device has fewer than ``needed`` bytes free.
 
     Args:
-        what: needs them; the subject of the message, in the plural.
-        needed: bytes.
+        what: subject of the message, in the plural.
+        needed: bytes that it needs.
     """
     free = free_bytes()
     if free is not None and needed > free:

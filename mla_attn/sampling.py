@@ -1,8 +1,8 @@
-"""The next token of each request from its logits: greedy, or drawn at a temperature, with a seed of its own.
+"""Sampling: the next token of each request from its logits, greedy or at a temperature, with a seed per request.
 
-A draw is a function of the request's seed, the position of the new token, and the logits: nothing else in the batch
-has a part in it. The same request then gets the same tokens whoever runs beside it, whether its rows are decoded one by
-one or judged as drafts, and when it is computed again.
+A token depends only on the request's seed, the token's position, and the logits, not on the rest of the batch. So a
+request gets the same tokens whatever runs beside it, whether its rows are decoded one by one or verified as drafts, and
+when it is computed again.
 """
 
 import jax
@@ -19,21 +19,21 @@ def sample(
     top_p: Float[Array, "B"],
     seed: UInt32[Array, "B"],
 ) -> Int[Array, "B S"]:
-    """A token after each row: the likeliest one at temperature 0, otherwise one drawn by the Gumbel-max trick.
+    """Picks a token after each row: the likeliest at temperature 0, otherwise a sample by the Gumbel-max trick.
 
     Args:
-        logits: float32, of each row of each request.
-        positions: of the rows; a row at p draws the token at p + 1.
-        temperature: what logits are divided by; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens; 0 from all. Of equal logits at the edge all stay.
-        top_p: then draw from the fewest likeliest tokens whose probability, as a share of those that stay, reaches p
-            (arXiv:1904.09751); 1 from all.
-        seed: of each request's random numbers.
+        logits: float32 logits of each row of each request.
+        positions: positions of the rows; a row at p gives the token at p + 1.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: keep the k likeliest tokens and all ties with the last of them; 0 keeps all.
+        top_p: of these, keep the smallest set of likeliest tokens whose total probability, renormalised after top_k,
+            reaches p (arXiv:1904.09751); 1 keeps all.
+        seed: random seed of each request.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> Int[Array, "B S"]:
-        # From the top, so that no temperature overflows.
+        # Relative to the maximum, so that no temperature overflows.
         scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[
             :, None, None
         ]
@@ -49,18 +49,18 @@ def sample(
 
 
 def _narrow(logits, top_k, top_p):
-    """Logits with -inf at what top-k and top-p leave out."""
+    """Logits with -inf for the tokens that top-k and top-p remove."""
     keys = _ordered(logits)
     least = jnp.where(top_k > 0, _least_kept(keys, jnp.ones_like(logits), top_k.astype(jnp.float32)), 0)
     masses = jnp.where(keys >= least[..., None], jnp.exp(logits), 0.0)
-    # A sum in float32 may stop short of the whole, or pass it early: top_p = 1 takes no part.
+    # A float32 sum may end below the total or reach it early, so top_p = 1 is handled separately.
     nucleus = jnp.where(top_p < 1, _least_kept(keys, masses, top_p * masses.sum(axis=-1)), 0)
-    least = jnp.minimum(jnp.maximum(least, nucleus), keys.max(axis=-1))  # a top_p may be 0 in float32
+    least = jnp.minimum(jnp.maximum(least, nucleus), keys.max(axis=-1))  # top_p may round to 0 in float32
     return jnp.where(keys >= least[..., None], logits, -jnp.inf)
 
 
 def _ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """The bits of float32 numbers, so changed that they compare as the numbers do (NaN apart)."""
+    """Maps float32 numbers to unsigned integers of the same order (NaN excepted)."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 equals 0.0
     return jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits | jnp.int32(-(2**31))), jnp.uint32)
 
@@ -68,11 +68,11 @@ def _ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 def _least_kept(
     keys: UInt32[Array, "B S vocab"], masses: Float[Array, "B S vocab"], wanted: Float[Array, "B #S"]
 ) -> UInt32[Array, "B S"]:
-    """The greatest key at and above which the masses reach what is wanted, found four bits at a time; 0 if even all
-    of them together do not.
+    """The greatest key such that the masses of keys at or above it reach ``wanted``; 0 if the total does not.
 
-    Sorting takes about as long, but XLA (jaxlib 0.11.2) does it by a library call for some shapes. That keeps the
-    conditional around it out of command buffers, and the host waits for the whole pass to learn which branch to take.
+    It is found four bits at a time. Sorting takes about as long, but XLA (jaxlib 0.11.2) sorts some shapes with a
+    library call, which cannot be in a command buffer: the host would wait for the whole pass to choose the branch of
+    the conditional around it.
     """
     least, digits = jnp.zeros(keys.shape[:-1], jnp.uint32), jnp.arange(1, 16, dtype=jnp.uint32)[None, None]
     for shift in range(28, -1, -4):

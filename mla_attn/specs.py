@@ -1,11 +1,11 @@
-"""Static facts of one attention, hashable so that they can be static arguments of a jitted function."""
+"""The static facts of an attention, hashable so that they can be static arguments of a jitted function."""
 
 import dataclasses
 from typing import Any
 
 from mla_attn.checks import check_integer, check_scale, check_soft_cap, check_window
 
-_DERIVED: Any = None  # from other fields
+_DERIVED: Any = None  # default of fields that ``__post_init__`` derives from the others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class MLASpec:
         qk_rope_head_dim: rope dimension E, 0 for none; the last E channels of a cached row are key only.
         scale: softmax scale, positive and finite in float32. For DeepSeek ``(nope + rope) ** -0.5 * mscale ** 2``, in
             the absorbed form too: the trained query width counts, not R + E.
-        window: keys a row may see, itself included, up to 2**31 - 1; None for all.
+        window: number of visible keys per row, its own included, up to 2**31 - 1; None for all.
         soft_cap: scores become ``cap * tanh(score / cap)``, up to 1e30; None or infinity for no cap.
     """
 
@@ -48,17 +48,17 @@ class MLASpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GQASpec:
-    """Grouped-query attention (arXiv:2305.13245): query head h reads KV head ``h * K // H``. One KV head is multi-query
-    attention, as many as query heads multi-head attention.
+    """Grouped-query attention (arXiv:2305.13245): query head h reads KV head ``h * K // H``. With one KV head it is
+    multi-query attention, with K = H multi-head attention.
 
     Attributes:
-        num_heads: query heads H, any positive number that K divides.
+        num_heads: query heads H, a positive multiple of K.
         num_kv_heads: KV heads K.
         head_dim: dimension D of queries and keys.
         v_head_dim: dimension V of values; D if None.
         scale: softmax scale, positive and finite in float32; usually ``D ** -0.5``.
-        window: keys a row may see, itself included, up to 2**31 - 1; None for all. (``window_left`` of other libraries
-            is less by one.)
+        window: number of visible keys per row, its own included, up to 2**31 - 1; None for all. (It is 1 more than
+            ``window_left`` of other libraries.)
         soft_cap: scores become ``cap * tanh(score / cap)``, up to 1e30; None or infinity for no cap.
     """
 
@@ -87,6 +87,6 @@ class GQASpec:
 
 
 def _settle(spec, fields: dict[str, Any]) -> None:
-    """Fields as Python's numbers: equal specs are one, and NumPy's would promote."""
+    """Sets fields to Python numbers, so that equal specs are equal keys; NumPy numbers would also promote dtypes."""
     for name, value in fields.items():
         object.__setattr__(spec, name, value)

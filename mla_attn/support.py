@@ -1,4 +1,4 @@
-"""Which implementation supports which call: ``supports``, and the table of ``mla-attn supports`` and README.md here."""
+"""``supports`` and the support table, which ``mla-attn supports`` prints and README.md in this folder shows."""
 
 import dataclasses
 import re
@@ -78,7 +78,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "grouped_matmul": grouped_matmul.IMPLEMENTATIONS,
 }
 
-# The calls of the table by name: the device, and the facts as ``supports`` takes them.
+# The calls of the table: their device, and their facts as arguments of ``supports``.
 CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     "mla_attention": {
         "CPU: decode": (CPU, {}),
@@ -128,22 +128,21 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
 def supports(
     op: str, *, platform: str | None = None, compute_capability: str | None = None, **facts
 ) -> dict[str, str | None]:
-    """Which implementations support a call: for each name None, or the reason for a refusal, which the op would raise.
+    """Says which implementations support a call: None, or the reason for the refusal, for each implementation.
 
     Args:
         op: "mla_attention", "gqa_attention", "ragged_attention" or "grouped_matmul".
-        platform: "cpu", "gpu" or "tpu"; where neither this nor ``compute_capability`` is given, the current device
-            answers.
+        platform: "cpu", "gpu" or "tpu"; if neither this nor ``compute_capability`` is given, the current device.
         compute_capability: compute capability of an NVIDIA GPU, a string such as "9.0" for Hopper.
-        facts: what differs from an ordinary call. For ``mla_attention`` (a bfloat16 decode call of DeepSeek's sizes):
+        facts: differences from an ordinary call. For ``mla_attention`` (a bfloat16 decode call with DeepSeek's sizes):
             ``page_size``, ``dtype``, ``row_width`` and ``rope_offset`` of the pool, ``max_q_len``, ``causal``, ``tree``
-            (whether there is a ``tree_mask``), ``sinks`` (whether there are), ``batch_invariant``, and the fields of
+            (whether it has a ``tree_mask``), ``sinks`` (whether it has any), ``batch_invariant``, and the fields of
             ``MLASpec``. For ``gqa_attention`` (Llama's sizes) the same, with ``layout`` of the pool and the fields of
             ``GQASpec``. For ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``,
             ``sinks``, ``dtype``. For ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
 
     Raises:
-        ValueError: an unknown op, platform or fact, or a value that no call may have.
+        ValueError: an unknown op, platform or fact, or an invalid value.
     """
     if op not in _MAKE:
         raise ValueError(f"op={op!r} must be one of {', '.join(_MAKE)}")
@@ -151,7 +150,7 @@ def supports(
 
 
 def support_table() -> str:
-    """The Markdown table: a row per call, with "yes" or the reason why an implementation refuses it."""
+    """The support table in Markdown: one row per call, with "yes" or the reason of a refusal per implementation."""
     names = list(dict.fromkeys(i.name for group in IMPLEMENTATIONS.values() for i in group))
     rows = [["op", "call", *names], ["---"] * (2 + len(names))]
     for op, calls in CALLS.items():

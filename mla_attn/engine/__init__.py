@@ -1,4 +1,4 @@
-"""Continuous batching: requests in, token streams out."""
+"""The serving engine: continuous batching of requests over one model."""
 
 from mla_attn.engine.batch import Result
 from mla_attn.engine.engine import Engine

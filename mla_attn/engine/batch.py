@@ -1,4 +1,4 @@
-"""Prompts in, results out: a list of prompts that an engine serves from begin to end."""
+"""``Engine.generate``: serves a list of prompts to the end and returns their results."""
 
 import collections
 import dataclasses
@@ -22,15 +22,15 @@ Prompt = str | Sequence[int]
 
 @dataclasses.dataclass
 class Result:
-    """What a prompt got.
+    """The result of one prompt.
 
     Attributes:
-        prompt: its token ids.
-        tokens: that were generated.
-        text: of them; None if the engine has no tokenizer that can be used.
-        finish_reason: of its last ``Output``.
-        error: likewise.
-        seed: likewise.
+        prompt: the prompt's token ids.
+        tokens: the generated tokens.
+        text: the text of ``tokens``; None if the engine has no usable tokenizer.
+        finish_reason: ``finish_reason`` of the last ``Output``.
+        error: ``error`` of the last ``Output``.
+        seed: ``seed`` of the last ``Output``.
     """
 
     prompt: Sequence[int]
@@ -47,7 +47,7 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] | None,
     progress: bool,
 ) -> list[Result]:
-    """As ``Engine.generate``."""
+    """Implements ``Engine.generate``."""
     with engine._lock:
         engine._refuse_in_callback("generate")
     if isinstance(prompts, str):
@@ -55,7 +55,7 @@ def generate(
     each = params if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise ValueError(f"params has {len(each)} elements, must have as many as prompts: {len(prompts)}")
-    results: dict[int, Result] = {}  # by id
+    results: dict[int, Result] = {}  # by request id
     left: set[int] = set()
 
     def note(output: Output) -> None:
@@ -89,7 +89,7 @@ def generate(
 
 
 def _serve(engine: "Engine", waiting: collections.deque[Request], left: set[int], progress: bool) -> None:
-    """Step until nothing is left, adding as many requests at a time as the engine takes."""
+    """Steps until all requests have ended, and adds waiting ones whenever the engine's queue has room."""
     mine = left.copy()
     with tqdm(total=len(left), desc="generating", unit="prompt", disable=not progress) as bar:
         while left:
@@ -101,17 +101,17 @@ def _serve(engine: "Engine", waiting: collections.deque[Request], left: set[int]
                 waiting.popleft()
             _step(engine, mine)
             bar.update(len(mine) - len(left) - bar.n)
-        if not engine._live:  # a pass may be in flight whose requests have all ended
+        if not engine._live:  # only passes whose requests have all ended may be in flight
             _step(engine, mine)
 
 
 def _step(engine: "Engine", mine: set[int]) -> None:
-    """What a step raises ends those requests that it must, with "error"; the others are computed again."""
+    """Runs a step. A fault is logged; the next step ends the affected requests with "error" or computes them again."""
     try:
         engine._advance()
     except EngineDead:
         raise
-    except Exception:  # any: the engine's rule after a fault covers all; interrupts go through
+    except Exception:  # any, because the engine recovers from every fault; interrupts propagate
         logger.exception("a step was cut short; the next one computes its requests again")
-    # Their callbacks have told of them. What others got is for the next ``step()`` or ``run()``.
+    # Outputs of this call's requests went to callbacks; those of others stay for the next ``step()`` or ``run()``.
     engine._outbox.outputs = [output for output in engine._outbox.outputs if output.request_id not in mine]

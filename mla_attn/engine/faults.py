@@ -1,4 +1,4 @@
-"""What an engine does after a fault, so that host and device agree again (the rule is in ``Engine``'s docstring)."""
+"""Recovery after a fault, so that host and device agree again (the rule is in ``Engine``'s docstring)."""
 
 import copy
 from typing import TYPE_CHECKING
@@ -10,16 +10,16 @@ from mla_attn.engine.requests import EngineDead
 if TYPE_CHECKING:
     from mla_attn.engine.engine import Engine
 
-MAX_FAULTS = 3  # that a request is computed again after, without a token between them
+MAX_FAULTS = 3  # faults without a token between them after which a request ends with "error"
 
 
 def settle(engine: "Engine") -> None:
-    """Make host and device agree again if they may not. Whatever cuts this short, it can be called again."""
+    """Resets scheduler and cache if host and device may disagree. If it is interrupted, it can be called again."""
     if not engine._in_doubt:
         return
     _charge(engine)
     engine._unread.clear()
-    # Before the new one takes memory: frames of tracebacks, whoever keeps them, may hold the old one.
+    # Released before the new cache is allocated, because frames of a traceback may reference the old one.
     for array in jax.tree.leaves(engine._device):
         if not array.is_deleted():
             array.delete()
@@ -43,8 +43,8 @@ def settle(engine: "Engine") -> None:
 
 
 def _charge(engine: "Engine") -> None:
-    """Count the last step's fault for the requests of the launch that met it; for the oldest request if none was at
-    hand, so that what always fails comes to an end."""
+    """Counts the last step's fault for the requests of the launch that raised it. If no launch is known, it counts for
+    the oldest request, so that a fault that always recurs ends after finitely many steps."""
     (fault, engine._fault), (involved, engine._involved) = (engine._fault, None), (engine._involved, ())
     if isinstance(fault, Exception) and not isinstance(fault, EngineDead):
         text = _without_traceback(fault)
@@ -53,8 +53,8 @@ def _charge(engine: "Engine") -> None:
 
 
 def _without_traceback(error: Exception) -> Exception:
-    """The error alone: frames of its traceback, and of those before it, hold arrays."""
+    """A copy of the error without tracebacks, because their frames reference arrays."""
     try:
         return copy.copy(error)
-    except Exception:  # any: its constructor takes other arguments, or its own __reduce__ fails
+    except Exception:  # any: the constructor may take other arguments, or __reduce__ may fail
         return RuntimeError(f"{type(error).__name__}: {error}")

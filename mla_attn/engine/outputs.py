@@ -1,4 +1,4 @@
-"""From the tokens of passes to outputs: what requests got, kept until somebody takes it."""
+"""The outputs of requests: built from the tokens of passes, and kept until ``step()`` or ``run()`` returns them."""
 
 import dataclasses
 import logging
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Tokens on their way.
+    """A launched pass whose tokens were not read yet.
 
     Attributes:
-        number: of launches before it.
-        requests: rows of the batch and whose they are.
-        tokens: [B] or, of verify passes, [B, depth + 1] with -1 after the emitted ones.
-        rows: most rows a request gains; 0 for prompts.
-        stops: of prompts, rows computed with this pass, for each of ``requests``.
+        number: number of launches before it.
+        requests: rows of the batch and their requests.
+        tokens: [B]; for verify passes [B, depth + 1] with -1 after the emitted tokens.
+        rows: most rows that a request gains; 0 for prompts.
+        stops: for prompts, the number of rows computed including this pass, for each of ``requests``.
     """
 
     number: int
@@ -37,28 +37,28 @@ class Launch:
 class _HandOut:
     request: Request
     output: Output
-    begin: int  # tokens that the request had before
+    begin: int  # number of tokens that the request had before
     now: float
     counted: bool = False
     told: bool = False
-    raised: BaseException | None = None  # by the callback
+    raised: BaseException | None = None  # exception of the callback
 
 
 class Outbox:
-    """Gives requests their tokens and their ends, and tells their callbacks.
+    """Appends tokens to requests, ends requests, and calls their callbacks.
 
-    An output is handed out as a whole, at whatever point an exception cuts that short: once ``_current`` is set it has
-    happened, and ``redo`` does what is left of it. Nothing else changes a request's tokens.
+    An output is delivered completely even if an exception interrupts the delivery at any point: once ``_current`` is
+    set, ``record_again`` and ``tell_again`` finish it. Nothing else changes a request's tokens.
 
     Args:
-        scheduler: requests that end are removed from it.
-        live: requests by id; those that end are removed from it.
-        counters: to add to.
+        scheduler: the scheduler, from which ended requests are removed.
+        live: requests by id, from which ended requests are removed.
+        counters: counters to add to.
 
     Attributes:
-        outputs: not yet taken, oldest first.
-        in_callback: whether a callback runs.
-        interrupt: a KeyboardInterrupt or SystemExit that a callback raised, for the end of the step.
+        outputs: outputs that were not returned yet, oldest first.
+        in_callback: whether a callback is running.
+        interrupt: a KeyboardInterrupt or SystemExit from a callback, to be raised at the end of the step.
     """
 
     def __init__(self, scheduler: Scheduler, live: dict[int, Request], counters: Counters):
@@ -69,7 +69,7 @@ class Outbox:
         self._current: _HandOut | None = None
 
     def account_prompt(self, request: Request, stop: int, token: int) -> None:
-        """A pass over a prompt was read: its rows up to ``stop`` are computed; after the last comes its token."""
+        """Records a prompt pass that was read: rows up to ``stop`` are computed; the last row gives a token."""
         if token == INVALID_TOKEN:
             self._end_invalid(request, [])
             return
@@ -80,12 +80,12 @@ class Outbox:
             self._emit(request, [token])
 
     def account_tokens(self, request: Request, rows: int, tokens: list[int]) -> None:
-        """A decode pass, or a verify pass of several rows, was read.
+        """Records a decode or verify pass that was read.
 
         Args:
-            request: whose.
-            rows: the most that it could gain.
-            tokens: what was emitted; -1 is none.
+            request: the request.
+            rows: most rows that it could gain.
+            tokens: emitted tokens; -1 means no token.
         """
         new = [token for token in tokens if token >= 0]
         request.num_passes_in_flight -= 1
@@ -97,9 +97,9 @@ class Outbox:
             self._counters.verified_requests += 1
 
     def _emit(self, request: Request, new: list[int], *, invalid: bool = False) -> int:
-        """Give a request its next tokens, up to a stop token or its length; returns how many those were.
+        """Appends tokens up to a stop token or the request's length; returns how many were appended.
 
-        ``invalid`` says that the token after them is none: it ends the request unless one of these does.
+        ``invalid`` says that the logits after them are not finite: this ends the request unless one of the tokens does.
         """
         new = new[: request.params.max_new_tokens - request.num_new]
         if not request.stops.isdisjoint(new):
@@ -128,7 +128,7 @@ class Outbox:
         *,
         keep: bool = True,
     ) -> None:
-        """Give a request its next tokens. With a ``reason`` it ends; ``keep`` is whether its pages may be reused."""
+        """Appends tokens to a request. A ``reason`` ends it; ``keep`` says whether its pages may be reused."""
         output = Output(request.id, list(new), reason, error, request.params.seed)
         current = _HandOut(request, output, request.num_tokens, time.perf_counter())
         self._current = current
@@ -140,15 +140,14 @@ class Outbox:
         self._current = None
 
     def record_again(self) -> None:
-        """The part of what was cut short that concerns the request; to be followed by ``tell_again`` once the scheduler
-        is made anew."""
+        """Finishes the request's part of an interrupted delivery; call ``tell_again`` after the scheduler was reset."""
         if self._current is not None:
             if not any(output is self._current.output for output in self.outputs):
                 self.outputs.append(self._current.output)
             self._record(self._current)
 
     def tell_again(self) -> None:
-        """The part that concerns the callback: to call it, or to deal with what it raised."""
+        """Finishes the callback's part of an interrupted delivery: calls it, or handles its exception."""
         current = self._current
         if current is not None and not current.told:
             self._tell(current)
@@ -157,7 +156,7 @@ class Outbox:
         self._current = None
 
     def _record(self, current: _HandOut) -> None:
-        """Bring a request to where it is after an output. Done twice, it is as done once."""
+        """Updates the request for an output; idempotent."""
         request, output = current.request, current.output
         end = current.begin + len(output.tokens)
         request.tokens[current.begin : end] = output.tokens
@@ -171,7 +170,7 @@ class Outbox:
     def _count(self, current: _HandOut) -> None:
         request, output, counters = current.request, current.output, self._counters
         num_tokens = len(output.tokens)
-        current.counted = True  # nothing is called from here on, so no interrupt is raised
+        current.counted = True  # no calls below, so no interrupt can be raised in between
         if num_tokens:
             if current.begin == request.prompt_len:
                 counters.first_token_seconds += current.now - request.arrived
@@ -188,23 +187,23 @@ class Outbox:
             counters.finished += 1
 
     def _tell(self, current: _HandOut) -> None:
-        """Call back. Whatever that raises, other requests' tokens must not be lost by it."""
+        """Calls the request's callback. Its exceptions must not lose other requests' tokens."""
         request = current.request
-        tell = request.on_output  # once: a stream that is left, in whatever thread, takes it away
+        tell = request.on_output  # read once: a stream that is abandoned in another thread sets it to None
         if tell is None:
             return
         try:
             self.in_callback = current.told = True
             tell(current.output)
         except BaseException as error:
-            current.raised = error  # first: from here on ``tell_again`` knows
+            current.raised = error  # set first, for ``tell_again``
             self.in_callback = False
             self._fail(current, error)
         finally:
             self.in_callback = False
 
     def _fail(self, current: _HandOut, error: BaseException) -> None:
-        """End a request whose callback raised."""
+        """Ends a request whose callback raised."""
         request = current.request
         request.on_output = None
         if isinstance(error, KeyboardInterrupt | SystemExit):

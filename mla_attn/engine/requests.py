@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: parameters of a request, and its outputs."""
+"""The parameters of a request, its outputs, and their checks."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from mla_attn.text import shown
 
 
 def check_prompt(name: str, prompt: Any, *, vocab_size: int) -> list[int]:
-    """The tokens of a prompt; ValueError if there are none, or if one is no token."""
+    """Returns the tokens of a prompt; raises ValueError if it is empty or holds an id outside the vocabulary."""
     tokens = check_integers(name, prompt)
     if len(tokens) == 0:
         raise ValueError(f"{name} is empty, must hold at least one token")
@@ -25,7 +25,7 @@ def check_prompt(name: str, prompt: Any, *, vocab_size: int) -> list[int]:
 
 
 def check_length(name: str, prompt_len: int, max_new_tokens: int, **most: int) -> None:
-    """ValueError if a prompt is too long for ``most``, which has one value, under its name."""
+    """Raises ValueError if a prompt is too long for ``most``, one keyword argument, whose name the message gives."""
     ((limit, value),) = most.items()
     if prompt_len + max_new_tokens > value:
         raise ValueError(
@@ -35,7 +35,7 @@ def check_length(name: str, prompt_len: int, max_new_tokens: int, **most: int) -
 
 
 def check_model(model: Any) -> None:
-    """ValueError, with the way to get one, unless ``model`` is a model."""
+    """Raises ValueError, which says how to load a model, unless ``model`` is one."""
     if not isinstance(model, CausalLM):
         is_path = isinstance(model, str | os.PathLike)
         way = "Engine.from_checkpoint(path)" if is_path else "load_checkpoint(path)"
@@ -43,18 +43,18 @@ def check_model(model: Any) -> None:
 
 
 def check_params(params: Any) -> None:
-    """ValueError unless ``params`` are parameters of a request."""
+    """Raises ValueError unless ``params`` is a ``SamplingParams``."""
     if not isinstance(params, SamplingParams):
         way = "SamplingParams(**params)" if isinstance(params, dict) else "SamplingParams"
         raise ValueError(f"params={shown(params)} is a {type(params).__name__}, must be {way}")
 
 
 class QueueFull(RuntimeError):
-    """The engine holds as many waiting requests as it was made for; the new one was not taken."""
+    """The queue already holds ``max_waiting`` requests; the new one was not added."""
 
 
 class EngineDead(RuntimeError):
-    """After a fault the engine could not make its cache anew, so that it cannot go on. Each ``step()`` tries again."""
+    """The engine could not allocate its cache again after a fault, so it cannot continue. Each ``step()`` retries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,16 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: most tokens to generate, at least 1.
-        stop_token_ids: ids that end the request beside the model's ``eos_token_ids``, any sequence of them; the one
-            that does is its last token.
-        ignore_eos: whether to go on after one of the model's ``eos_token_ids``.
-        temperature: 0 is greedy; otherwise what logits are divided by.
-        top_k: draw from the k likeliest tokens; 0 from all.
-        top_p: draw from the fewest likeliest tokens whose probability reaches p, 0 < p <= 1.
-        seed: of this request's draws, 0 to 2**32 - 1. They depend on nothing else in the batch. If None, one is drawn
-            for each request, and its outputs tell which.
-        speculation: one of the engine's draft trees, or None for one token at a time. It changes how fast tokens come,
-            never which.
+        stop_token_ids: ids that end the request, in addition to the model's ``eos_token_ids``; any sequence. The stop
+            token is the request's last token.
+        ignore_eos: whether to continue after one of the model's ``eos_token_ids``.
+        temperature: divisor of the logits; 0 is greedy.
+        top_k: sample from the k likeliest tokens; 0 for all.
+        top_p: sample from the smallest set of likeliest tokens whose total probability reaches p, 0 < p <= 1.
+        seed: random seed of this request, 0 to 2**32 - 1. Its tokens do not depend on other requests in the batch. If
+            None, each request gets a random seed, which its outputs report.
+        speculation: one of the engine's draft trees, or None for one token at a time. It changes only how fast tokens
+            are generated.
     """
 
     max_new_tokens: int = 64
@@ -101,26 +101,26 @@ class SamplingParams:
             raise ValueError(f"speculation={self.speculation!r} must be a DraftTree or None")
 
     def with_seed(self) -> "SamplingParams":
-        """These, with a seed drawn if there is none and something is drawn from it."""
+        """These parameters, with a random seed if they have none and are not greedy."""
         if self.seed is not None or not self.temperature:
             return self
         return dataclasses.replace(self, seed=secrets.randbits(32))
 
 
-SamplingParams.__init__ = with_hints(SamplingParams.__init__)  # which dataclass has made
+SamplingParams.__init__ = with_hints(SamplingParams.__init__)  # the constructor made by ``dataclass``
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Next tokens of a request.
+    """The next tokens of a request.
 
     Attributes:
-        request_id: what ``add_request`` returned.
-        tokens: those that are new; none when a request ends otherwise than by a token.
+        request_id: the id that ``add_request`` returned.
+        tokens: the new tokens; empty if the request ended without a new token.
         finish_reason: "stop" (a stop token or an end token), "length", "cancelled", or "error"; None if more will come.
-        error: what ended it: what its callback raised, a FloatingPointError for logits that are not finite, or what the
-            steps raised that it was part of.
-        seed: of the request's draws, given or drawn; None if it was greedy without one.
+        error: the exception that ended the request: raised by its callback, a FloatingPointError for logits that are
+            not finite, or raised by steps in which it ran.
+        seed: the request's random seed, given or chosen; None for a greedy request without one.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""Streams of a request's outputs under asyncio. One task of an event loop steps the engine for all its streams."""
+"""Streams of outputs under asyncio. One task per event loop steps the engine for all streams of that loop."""
 
 import asyncio
 import functools
@@ -36,10 +36,10 @@ class Stream(AsyncIterator[Output]):
 
 
 def stream(engine: "Engine", prompt, params: SamplingParams | None) -> Stream:
-    """Add a request and return its outputs as they come; to be called where an event loop runs."""
+    """Adds a request and returns its stream; must be called while an event loop runs."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
     request = engine._request(prompt, params, lambda output: loop.call_soon_threadsafe(queue.put_nowait, output))
-    leave = functools.partial(engine._leave, request)  # the loop may be gone when the cancelled request ends
+    leave = functools.partial(engine._leave, request)  # not through the loop, which may be closed by then
     try:
         engine._add(request)
         return Stream(_outputs_of(engine, queue, leave), leave)
@@ -73,17 +73,17 @@ async def _next(engine: "Engine", queue: asyncio.Queue) -> Output:
                 return waiting.result()
         finally:
             waiting.cancel()
-        driver.result()  # raises what ended the steps
+        driver.result()  # raises the exception that ended the driver
     return queue.get_nowait()
 
 
 async def _drive(engine: "Engine") -> None:
-    """Step while there is work. What a step raises ends those requests that it must, with "error"; the others are
-    computed again, and their streams go on."""
+    """Steps while there is work. A fault is logged; the next step ends the affected requests with "error" or computes
+    them again, and their streams continue."""
     while engine.busy:
         try:
             await asyncio.to_thread(engine.step)
         except EngineDead:
             raise
-        except Exception:  # any: the engine's rule after a fault covers all; interrupts go through
+        except Exception:  # any, because the engine recovers from every fault; interrupts propagate
             logger.exception("a step was cut short; the next one computes its requests again")

@@ -1,1 +1,1 @@
-"""Adapters to the Hopper kernels, a file per op: what they support, which kernel and sizes, the arrays they take."""
+"""Adapters to the Hopper kernels, one file per op: ``supports``, choice of kernel and sizes, and kernel arguments."""

@@ -1,11 +1,11 @@
-"""Adapter to the grouped matmul kernel: what it supports, and which output tiles it computes at a time."""
+"""The adapter to the grouped matmul kernel: ``supports``, and the choice of output tiles."""
 
 import jax.numpy as jnp
 
 from mla_attn.dispatch import Device, current_device
 from mla_attn.mosaic_gpu import hopper
 
-_CHANNELS = 64  # columns of K, and of N, of a copy: K and N must be multiples of it
+_CHANNELS = 64  # a copy has 64 columns of K or N, so K and N must be multiples of it
 
 
 def supports(call, device: Device) -> str | None:
@@ -20,7 +20,7 @@ def supports(call, device: Device) -> str | None:
 
 
 def grouped_matmul(rows, weights, sizes):
-    """Makes the list of tiles and runs the kernel; float32 [M, N]."""
+    """Computes the list of tiles and runs the kernel; float32 [M, N]."""
     from mla_attn.pallas_kernels.mosaic_gpu import grouped_matmul as kernel
     from mla_attn.pallas_kernels.tile_list import tile_list
 
@@ -37,7 +37,7 @@ def grouped_matmul(rows, weights, sizes):
 def output_tile(num_rows: int, groups: int, width: int, cores: int) -> tuple[int, int]:
     """Chooses ``tile_rows`` and ``block_n``, as if rows were spread evenly over groups.
 
-    Many rows take large tiles, which read less for each product; few rows the tiles with which the device ends first.
+    Many rows take large tiles, which read less per product. Few rows take the tiles with the shortest total time.
     """
 
     def waves(block_n):
@@ -45,7 +45,7 @@ def output_tile(num_rows: int, groups: int, width: int, cores: int) -> tuple[int
 
     busy = min(groups, num_rows)
     mean = num_rows / busy
-    tile_rows = 128 if mean > 96 else 64  # not by width: a layer's products share their list of tiles
+    tile_rows = 128 if mean > 96 else 64  # independent of width, because a layer's products share one list of tiles
     if mean > 24:
         block_n = 256
     elif busy * -(-width // 128) >= 4 * cores:

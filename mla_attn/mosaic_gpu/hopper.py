@@ -1,15 +1,15 @@
-"""The device and the jax that every Hopper kernel needs."""
+"""The device and the version of jax that every Hopper kernel needs."""
 
 import jax
 
 from mla_attn.dispatch import Device
 
 COMPUTE_CAPABILITY = "9.0"
-_JAX = (0, 11, 2)  # the oldest release that the kernels have run on: Pallas Mosaic GPU changes with every one
+_JAX = (0, 11, 2)  # oldest release on which the kernels have run; Pallas Mosaic GPU changes with every release
 
 
 def refuses(device: Device) -> str | None:
-    """The reason why no kernel runs on a device, or None."""
+    """The reason why kernels do not run on a device, or None."""
     if device.platform != "gpu" or device.compute_capability != COMPUTE_CAPABILITY:
         capability = device.compute_capability
         where = device.platform if capability is None else f"compute capability {capability}"

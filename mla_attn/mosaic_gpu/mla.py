@@ -1,4 +1,4 @@
-"""Adapter to the MLA kernels: what they support, which kernel and row tile, and the arrays and work lists they take."""
+"""The adapter to the MLA kernels: ``supports``, the choice of kernel and row tile, work lists and kernel arguments."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ from mla_attn.mosaic_gpu import hopper
 from mla_attn.pallas_kernels.tree_words import tree_words
 from mla_attn.pallas_kernels.work_list import TILE, TILE_ROWS, Plan, sound_requests, work_list
 
-_HEADS = 8  # TMA copies whole groups of 8 rows: other head counts are padded
+_HEADS = 8  # TMA copies whole groups of 8 rows, so other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
 _ROW_ELEMENTS = 8  # copies begin at multiples of 16 bytes, 8 elements
 _CHANNELS = 64  # channels of a copy: 128 bytes, the span of the swizzle
 # Masked scores are MASKED; times the scale they must stay below START, the running maximum of a row without visible
 # keys. This bounds the scale from below.
 _LEAST_SCALE = 1e-3
-# Most rows of a request that mla_stream takes: where memory is the bound; and where keys are so few that a thread block
-# spends most of its time on its begin and end, which smaller row tiles share out.
+# Most rows of a request for mla_stream: if memory is the bound; and if keys are so few that a thread block spends most
+# of its time on prologue and epilogue, which smaller row tiles distribute over more blocks.
 _STREAM_ROWS, _STREAM_ROWS_OF_FEW_KEYS = 64, 128
 _TRANSPOSED_ROWS = 32  # most rows of a row tile of mla_stream whose products are transposed (rows are N of wgmma)
 
@@ -49,9 +49,9 @@ def supports(call, device: Device) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a call launches: the kernel's name, and the plan of its work list, which is of causal rows or not.
+    """The launch of a call: the kernel's name, the plan of its work list, and whether rows are causal.
 
-    Kept as ``AttentionMetadata.work_plan``: a call whose launch is an equal one takes the list that is there.
+    It is kept as ``AttentionMetadata.work_plan``: a call with an equal launch uses the list in the metadata.
     """
 
     kernel: str
@@ -64,9 +64,9 @@ def choose_kernel(rows: int, *, key_tiles: int, cores: int, batch_invariant: boo
 
     Args:
         rows: most rows of a request, query tokens times heads (a multiple of 8).
-        key_tiles: key tiles that the page tables of all requests together have room for.
+        key_tiles: key tiles of all requests' page tables together.
         cores: streaming multiprocessors of the device.
-        batch_invariant: whether bits must be those of one kernel for any number of rows.
+        batch_invariant: whether any number of rows must take the same kernel, so that bits do not depend on it.
     """
     if not batch_invariant:
         if rows <= _TRANSPOSED_ROWS:
@@ -79,7 +79,7 @@ def choose_kernel(rows: int, *, key_tiles: int, cores: int, batch_invariant: boo
 
 
 def plan_mla(metadata, pool, spec, *, causal, batch_invariant, out_dtype):
-    """The metadata with the work list of calls with these static arguments; as ``ops.mla.plan_mla``."""
+    """Adds the work list of calls with these static arguments to the metadata; see ``ops.mla.plan_mla``."""
     launch = _launch(metadata, pool, spec, causal=causal, batch_invariant=batch_invariant, out_dtype=out_dtype)
     return dataclasses.replace(metadata, work=_work(metadata, launch), work_plan=launch)
 
@@ -156,7 +156,7 @@ def _rows(q, plan):
 
 
 def _tree_words(tree_mask, m, plan):
-    """The tree mask's bits for every packed row. Rows of unsound requests get some other row's, which nothing reads."""
+    """The tree mask's bits for every packed row. Rows of invalid requests get arbitrary bits, which nothing reads."""
     tokens = m.slots.shape[0]
     sound = sound_requests(m.q_starts, m.q_lens, num_tokens=tokens, max_q_len=m.max_q_len)
     owner, _ = row_owners(m.q_starts, jnp.where(sound, m.q_lens, 0), tokens)

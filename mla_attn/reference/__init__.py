@@ -1,1 +1,1 @@
-"""The reference implementation, which is the specification: float32, dense, no tricks. Others are tested against it."""
+"""The reference implementation, which is the specification that others are tested against: dense and in float32."""

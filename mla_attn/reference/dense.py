@@ -1,4 +1,4 @@
-"""Dense attention, the specification of all ops: float32, every score at once, no tricks."""
+"""Dense attention, the specification of all ops: float32, with all scores in memory."""
 
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -15,9 +15,9 @@ def attend(
     soft_cap: float | None,
     sinks: Float[Array, "H"] | None = None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B S H"]]:
-    """Softmax attention of dense blocks and its log-sum-exp; rows that see no key give 0 and -inf."""
+    """Softmax attention of dense blocks and its log-sum-exp; rows without visible keys give 0 and -inf."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    # A key that no row sees may hold NaN, and 0 * NaN is NaN.
+    # Keys that no row sees may be NaN, and 0 * NaN is NaN.
     seen = visible.any(axis=1)[:, :, None, None]
     k, v = jnp.where(seen, k, 0.0), jnp.where(seen, v, 0.0)
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -30,7 +30,7 @@ def attend(
     p = jnp.exp(scores - m)
     l = p.sum(axis=-1, keepdims=True)
     acc = jnp.einsum("bshm,bmhv->bshv", p, v, precision=Precision.HIGHEST)
-    filled = l != 0  # a sum of NaN is not an empty row
+    filled = l != 0  # true for NaN, which must be kept
     l = jnp.where(filled, l, 1.0)
     lse = jnp.where(filled, m + jnp.log(l), -jnp.inf)[..., 0]
     if sinks is not None:
@@ -49,7 +49,7 @@ def visible_keys(
     tree_mask: Bool[Array, "B S C"] | None = None,
     row_positions: Int[Array, "B S"] | None = None,
 ) -> Bool[Array, "B S M"]:
-    """Which key positions each row sees: the position of row j is ``kv_len - q_len + j``."""
+    """The visible key positions of each row; row j has position ``kv_len - q_len + j``."""
     p, q_lens, kv_lens = positions[:, None, :], q_lens[:, None, None], kv_lens[:, None, None]
     rows = jnp.arange(max_q_len, dtype=jnp.int32)[None, :, None]
     at = kv_lens - q_lens + rows
@@ -64,7 +64,7 @@ def visible_keys(
         bits = jnp.take_along_axis(tree_mask, jnp.clip(column, 0, width - 1), axis=2)
         prefix = column < 0
         if window is not None and row_positions is not None:
-            prefix &= p > jnp.maximum(row_positions, 0)[:, :, None] - window  # below 0 the difference would wrap
+            prefix &= p > jnp.maximum(row_positions, 0)[:, :, None] - window  # clipped: it would wrap
         visible &= jnp.where(column < 0, prefix, bits)
     return visible
 
@@ -80,7 +80,7 @@ def attend_paged(
     tree_mask: Bool[Array, "B S C"] | None,
     sinks: Float[Array, "H"] | None,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
-    """Packed queries over every key that a table has room for."""
+    """Attention of packed queries over all keys of the page tables."""
     m, keys = metadata, jnp.arange(k.shape[1], dtype=jnp.int32)
     visible = visible_keys(
         m.kv_offsets[:, None] + keys[None] * m.kv_stride,
@@ -101,7 +101,7 @@ def attend_paged(
 def to_blocks(
     rows: Shaped[Array, "T *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], length: int
 ) -> Shaped[Array, "B S *rest"]:
-    """Unpacks rows to a dense block per request, zero past its length."""
+    """Unpacks rows to a dense block per request, with zeros past its length."""
     if rows.shape[0] == 0:
         return jnp.zeros((starts.shape[0], length, *rows.shape[1:]), rows.dtype)
     offset = jnp.arange(length, dtype=jnp.int32)[None]
@@ -113,7 +113,7 @@ def to_blocks(
 def to_rows(
     block: Float[Array, "B S *rest"], starts: Int[Array, "B"], lens: Int[Array, "B"], num_rows: int, fill: float
 ) -> Float[Array, "T *rest"]:
-    """Packs dense blocks to rows, the inverse of ``to_blocks``; rows that no request owns hold ``fill``."""
+    """Packs dense blocks to rows, the inverse of ``to_blocks``; padding rows are ``fill``."""
     offset = jnp.arange(block.shape[1], dtype=jnp.int32)[None]
     target = starts[:, None] + offset
     owned = (starts[:, None] >= 0) & (offset < lens[:, None])

@@ -1,4 +1,4 @@
-"""Grouped-query attention over a paged cache, the specification (arXiv:2305.13245)."""
+"""The specification of ``gqa_attention``: grouped-query attention over a paged cache (arXiv:2305.13245)."""
 
 import jax.numpy as jnp
 
@@ -7,8 +7,8 @@ from mla_attn.reference.dense import attend_paged
 
 
 def gqa_attention(q, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype):
-    """``(out [T, H, V], lse float32 [T, H])``: gathers every key that a table has room for."""
-    del batch_invariant  # refused before
+    """``(out [T, H, V], lse float32 [T, H])``; it gathers all keys of the page tables."""
+    del batch_invariant  # ``supports`` refuses it
     table = metadata.page_table
     starts, keys = jnp.zeros_like(metadata.kv_lens), table.shape[1] * pool.page_size
     k, v = read_kv(pool, table, starts, keys, layer=layer)

@@ -9,8 +9,8 @@ from mla_attn.reference.dense import attend_paged
 def mla_attention(
     q_latent, q_rope, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype
 ):
-    """``(out [T, H, R], lse float32 [T, H])``: gathers every key that a table has room for."""
-    del batch_invariant  # refused before
+    """``(out [T, H, R], lse float32 [T, H])``; it gathers all keys of the page tables."""
+    del batch_invariant  # ``supports`` refuses it
     table = metadata.page_table
     starts, keys = jnp.zeros_like(metadata.kv_lens), table.shape[1] * pool.page_size
     latent, rope = (x[:, :, None] for x in read_latent(pool, table, starts, keys, layer=layer))

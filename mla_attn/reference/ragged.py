@@ -6,7 +6,7 @@ from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
 
 
 def ragged_attention(q, k, v, metadata, sinks, *, scale, causal, window, soft_cap, out_dtype):
-    """Attends block by block: ``(out [T, H, V], lse float32 [T, H])``."""
+    """``(out [T, H, V], lse float32 [T, H])``, from dense blocks."""
     m = metadata
     positions = jnp.arange(m.max_kv_len, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, (m.kv_lens.shape[0], m.max_kv_len))

@@ -1,1 +1,1 @@
-"""The portable implementation: blockwise online softmax in plain JAX; its memory is bounded, and it runs anywhere."""
+"""The portable implementation: blockwise online softmax in plain JAX, with bounded memory, on any device."""

@@ -1,13 +1,13 @@
 """Blockwise attention with an online softmax (Milakov and Gimelshein, arXiv:1805.02867) in plain JAX.
 
-The work is cut into *tiles* (a few consecutive query rows of one request) and each tile's visible keys into *blocks*; a
-pair (tile, block) is one item. Items are numbered tile by tile, so a tile's cost follows the keys it can see and a
-batch costs the sum of its requests, whatever the table's width.
+The work is divided into *tiles* (a few consecutive query rows of one request), and each tile's visible keys into
+*blocks*; a pair (tile, block) is one item. Items are numbered tile by tile, so the cost of a tile is proportional to
+its visible keys, and the cost of a batch to the sum over its requests, whatever the table's width.
 
-A fixed number of *lanes* walks the items side by side, each a contiguous range of equal length. Lane i working on tile
-n keeps its running maximum, sum and output in state row ``n + i``: along the items either number grows, never both
-stay, so no two (tile, lane) pairs share a row. One lane (the CPU) needs no merging; with more, the rows of a tile are
-merged in key order at the end.
+A fixed number of *lanes* processes the items in parallel, each a contiguous range of equal length. Lane i keeps the
+running maximum, sum and output of tile n in state row ``n + i``. From one (tile, lane) pair to the next along the
+items, i or n increases and neither decreases, so no two pairs share a row. One lane (on a CPU) needs no merging; with
+more lanes, the rows of a tile are merged in key order at the end.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from mla_attn.varying import vary_together
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How work is cut; results are the same up to rounding.
+    """Sizes of tiles and blocks; results are the same up to rounding.
 
     Attributes:
-        tile_rows: query rows times heads that a tile aims at. Larger tiles read keys less often in prefill, smaller
-            ones waste less on rows that are not there.
-        block_keys: keys that a block aims at. A CPU wants one that stays in its cache, a GPU few trips through the
-            loop.
-        lane_rows: rows of all lanes together. The scores of all lanes are held in float32, ``lane_rows`` times the keys
-            of a block.
-        max_lanes: items computed at a time, at most. A GPU needs many to fill it.
+        tile_rows: target for query rows times heads of a tile. Larger tiles read keys less often in prefill, smaller
+            tiles waste less work on missing rows.
+        block_keys: target for keys of a block. On a CPU a block should fit in its cache, on a GPU large blocks make few
+            iterations.
+        lane_rows: rows of all lanes together. The scores of all lanes are stored in float32, ``lane_rows`` times the
+            keys of a block.
+        max_lanes: most items computed in parallel. A GPU needs many to be busy.
     """
 
     tile_rows: int = 256
@@ -50,7 +50,7 @@ CPU, PARALLEL = Config(block_keys=512, max_lanes=1), Config(block_keys=1024, max
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a call is cut: static sizes."""
+    """The static sizes of a call's tiles and blocks."""
 
     tile: int  # query tokens per tile
     tiles: int  # tiles per request
@@ -69,12 +69,12 @@ class Batch:
     kv_offsets: Int[Array, "B"]
     kv_stride: int
     positions: Any = None  # int32 [T], for trees with a window
-    phases: Any = None  # int32 [B], where in a block each table begins; 0 if None
+    phases: Any = None  # int32 [B], offset of each table's first key in its block; None for 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which keys are visible to a row, and how scores are formed."""
+    """The rules for visible keys and for scores."""
 
     scale: float
     causal: bool = True
@@ -85,12 +85,12 @@ class Rules:
 
 
 # fetch(requests [lanes], first_keys [lanes], seen bool [lanes, n]) -> keys [lanes, n, K, D], values [lanes, n, K, V],
-# both zero where not seen: weight 0 does not silence a NaN value.
+# both zero where not seen, because a weight of 0 times NaN is NaN.
 Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
 
 
 def by_platform[T](config: Config | None, run: Callable[[Config], T]) -> T:
-    """``run`` with a given config or, if that is None, the one that suits the platform the program is lowered for."""
+    """Calls ``run`` with a given config or, if that is None, with that of the platform the program is lowered for."""
     if config is not None:
         return run(config)
     return lax.platform_dependent(cpu=functools.partial(run, CPU), default=functools.partial(run, PARALLEL))
@@ -99,16 +99,16 @@ def by_platform[T](config: Config | None, run: Callable[[Config], T]) -> T:
 def make_plan(
     config: Config, *, batch: int, max_q_len: int, heads: int, keys: int, block: int, tile: int | None = None
 ) -> Plan:
-    """Sizes from static shapes alone.
+    """Computes the sizes from static shapes only.
 
     Args:
-        config: how work is cut.
+        config: target sizes.
         batch: requests.
         max_q_len: most query tokens of a request.
         heads: query heads.
         keys: most keys of a request.
         block: keys per block.
-        tile: query tokens per tile; None for as many as ``config`` aims at.
+        tile: query tokens per tile; None for the target of ``config``.
     """
     tile = max(1, min(max_q_len, config.tile_rows // heads)) if tile is None else tile
     tiles, blocks = -(-max_q_len // tile), max(1, -(-keys // block))
@@ -119,9 +119,9 @@ def make_plan(
 def blockwise_attention(
     q: Float[Array, "T H D"], fetch: Fetch, values: tuple[int, int], batch: Batch, plan: Plan, rules: Rules
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
-    """Attention of packed query rows over keys that ``fetch`` brings, a block per lane; ``values`` is (K, V).
+    """Attention of packed query rows over keys from ``fetch``, which reads one block per lane; ``values`` is (K, V).
 
-    Returns float32 ``out`` and natural-log ``lse``; rows that see no key, and rows nobody owns, give 0 and -inf.
+    Returns float32 ``out`` and natural-log ``lse``; rows without visible keys and padding rows give 0 and -inf.
     """
     requests = batch.q_starts.shape[0]
     rows, heads, _ = q.shape
@@ -154,7 +154,7 @@ def blockwise_attention(
     state = (jnp.full(shape, -jnp.inf, f32), jnp.zeros(shape, f32), jnp.zeros((*shape, v_dim), f32))
     state = lax.fori_loop(0, share, step, vary_together(state, like=q))
     m, l, acc = _merge_lanes(state, count, ends, share, plan.lanes)
-    filled = l != 0  # a sum of NaN is not an empty row
+    filled = l != 0  # true for NaN, which must be kept
     out = jnp.where(filled[..., None], acc / jnp.where(filled, l, 1.0)[..., None], 0.0)
     lse = jnp.where(filled, m + jnp.log(jnp.where(filled, l, 1.0)), -jnp.inf)
     out, lse = _to_rows(out, lse, batch, plan, rows, group)
@@ -162,12 +162,12 @@ def blockwise_attention(
 
 
 def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
-    """First block and number of blocks of every tile: of the keys that its rows can see, and no others."""
+    """First block and number of blocks of every tile, covering exactly the keys that are visible to its rows."""
     start = jnp.arange(plan.tiles, dtype=jnp.int32)[None] * plan.tile
     q_lens, kv_lens, offsets = (x[:, None] for x in (batch.q_lens, batch.kv_lens, batch.kv_offsets))
     base = kv_lens - q_lens
     stop = jnp.minimum(kv_lens, base + jnp.minimum(start + plan.tile, q_lens)) if rules.causal else kv_lens
-    # Not base + start - window: a window of 2**31 - 1 before a negative position would wrap.
+    # Not base + start - window, which could wrap for a window of 2**31 - 1 and a negative position.
     begin = jnp.zeros_like(stop) if rules.window is None else jnp.maximum(base + start, 0) - rules.window + 1
     if rules.window is not None and rules.tree_mask is not None:
         _, width, columns = rules.tree_mask.shape
@@ -176,9 +176,9 @@ def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "t
         at = jnp.where(rows < q_lens[:, :, None], at, INT32_MAX).min(axis=2)
         begin = jnp.minimum(at - rules.window + 1, base - (columns - width))
 
-    def key_index(position):  # index in the table of the first key at `position` or after it
+    def key_index(position):  # table index of the first key at or after `position`
         distance = jnp.maximum(position, offsets) - offsets
-        distance = jnp.where(distance < 0, INT32_MAX, distance)  # a negative offset made it wrap
+        distance = jnp.where(distance < 0, INT32_MAX, distance)  # it wrapped, with a negative offset
         index = -(-distance // batch.kv_stride)
         if batch.phases is None:
             return index
@@ -192,7 +192,7 @@ def _block_ranges(batch: Batch, plan: Plan, rules: Rules) -> tuple[Int[Array, "t
 
 
 def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> Bool[Array, "lanes tile n"]:
-    """Which keys of its block each row of a lane's tile sees."""
+    """The visible keys of its block for each row of a lane's tile."""
     slots = _first_key(batch, plan, request, block)[:, None] + jnp.arange(plan.block, dtype=jnp.int32)[None]
     p = (batch.kv_offsets[request][:, None] + slots * batch.kv_stride)[:, None, :]
     row = (start[:, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None])[:, :, None]
@@ -216,19 +216,19 @@ def _visible(batch: Batch, plan: Plan, rules: Rules, request, start, block) -> B
 
 
 def _first_key(batch: Batch, plan: Plan, request, block):
-    """Index in its table of a block's first key; below 0 where the table begins inside the block."""
+    """Table index of a block's first key; negative if the table begins inside the block."""
     first = block * plan.block
     return first if batch.phases is None else first - batch.phases[request]
 
 
 def _positions(batch: Batch, request, row):
-    """Positions of rows of requests, for rotary embeddings; not below 0, from where a window would wrap."""
+    """Positions of rows, clipped at 0, because a window would wrap below."""
     at = jnp.clip(batch.q_starts[request] + row, 0, batch.positions.shape[0] - 1)
     return jnp.maximum(batch.positions[at], 0)
 
 
 def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n"]:
-    """The tree mask: keys before the mask's first column are visible, others if their bit is set."""
+    """Visibility by the tree mask: keys before its first column are visible, others if their bit is set."""
     width, columns = mask.shape[1:]
     column = after_prefix + columns - width
     rows = mask[request[:, None], jnp.minimum(row, width - 1)]
@@ -237,7 +237,7 @@ def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n
 
 
 def _update(state, q, k, v, visible, rules: Rules):
-    """Takes one online-softmax step: running maximum, sum and output of each lane's tile over one more block."""
+    """One online-softmax step, which adds a block to the running maximum, sum and output of each lane's tile."""
     m, l, acc = state
     precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
     scores = rules.scale * jnp.einsum(
@@ -256,12 +256,12 @@ def _update(state, q, k, v, visible, rules: Rules):
 
 
 def _finite(m):
-    """A running maximum to subtract: where there is no key yet, -inf - -inf would be NaN."""
+    """The running maximum, or 0 if there is no key yet, because -inf - -inf would be NaN."""
     return jnp.where(jnp.isneginf(m), 0.0, m)
 
 
 def _merge_lanes(state, count, ends, share, lanes: int):
-    """State row of each tile: its lanes' rows ``n + first_lane : n + last_lane + 1`` merged in key order."""
+    """Merges the rows of each tile's lanes, ``n + first_lane`` to ``n + last_lane``, in key order."""
     tiles = jnp.arange(count.shape[0], dtype=jnp.int32)
     if lanes == 1:
         return state
@@ -272,7 +272,7 @@ def _merge_lanes(state, count, ends, share, lanes: int):
     def add(i, merged):
         part = _take(state, jnp.minimum(tiles + first + i, state[0].shape[0] - 1))
         m, l, acc = merged
-        # Past a tile's last part comes another request's row, whose NaN a weight of 0 would not silence.
+        # After a tile's last row comes another tile's, which may be NaN even if its weight is 0.
         own = (i < parts)[:, None, None]
         part_m = jnp.where(own, part[0], -jnp.inf)
         part_l, part_acc = jnp.where(own, part[1], 0.0), jnp.where(own[..., None], part[2], 0.0)
@@ -288,7 +288,7 @@ def _merge_lanes(state, count, ends, share, lanes: int):
 
 
 def _to_rows(out, lse, batch: Batch, plan: Plan, rows: int, group: int):
-    """Takes the results of tiles back to packed rows."""
+    """Copies the results of tiles to packed rows."""
     owner, owned = row_owners(batch.q_starts, batch.q_lens, rows)
     offset = jnp.where(owned, jnp.arange(rows, dtype=jnp.int32) - batch.q_starts[owner], 0)
     tile, row = owner * plan.tiles + offset // plan.tile, offset % plan.tile
@@ -300,7 +300,7 @@ def _to_rows(out, lse, batch: Batch, plan: Plan, rows: int, group: int):
 
 
 def _with_sinks(out, lse, sinks):
-    """``exp(sink)`` in the denominator of each head: out times ``exp(lse) / (exp(lse) + exp(sink))``."""
+    """Adds ``exp(sink)`` to each head's denominator: out times ``exp(lse) / (exp(lse) + exp(sink))``."""
     if sinks is None:
         return out
     share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None])
@@ -308,7 +308,7 @@ def _with_sinks(out, lse, sinks):
 
 
 def _take(arrays, index):
-    if index.shape[0] == 1:  # a slice is a copy of memory; XLA's gather on a CPU walks the elements
+    if index.shape[0] == 1:  # a slice copies memory at once; XLA's gather on a CPU goes element by element
         return tuple(lax.dynamic_index_in_dim(a, index[0]) for a in arrays)
     return tuple(a.at[index].get(unique_indices=True, mode="promise_in_bounds") for a in arrays)
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention over a paged cache in plain JAX: bounded memory, runs anywhere."""
+"""Grouped-query attention over a paged cache in plain JAX, with bounded memory, on any device."""
 
 from mla_attn.xla.blockwise import Config, Rules
 from mla_attn.xla.paged import paged_attention, take_pages

@@ -1,4 +1,4 @@
-"""Absorbed multi-head latent attention over a paged cache in plain JAX: bounded memory, runs anywhere."""
+"""Absorbed multi-head latent attention over a paged cache in plain JAX, with bounded memory, on any device."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Blockwise attention over paged rows, whatever they are."""
+"""Blockwise attention over paged rows of any kind."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from mla_attn.xla.blockwise import Batch, Config, Rules, blockwise_attention, by_platform, make_plan
 
-# read(physical pages [lanes, n]) -> keys [lanes, n * P, K, D], values [lanes, n * P, K, V]; values may be None where
+# read(physical pages [lanes, n]) -> keys [lanes, n * P, K, D], values [lanes, n * P, K, V]; values may be None if
 # they are the first channels of the keys.
 Read = Callable[[Array], tuple[Array, Array | None]]
 
@@ -26,21 +26,21 @@ def paged_attention(
     batch_invariant,
     config: Config | None,
 ):
-    """``(out, lse)``, both float32, of queries [T, H, D] over pages that ``read`` takes; ``values`` is (K, V).
+    """Attention of queries [T, H, D] over pages from ``read``: ``(out, lse)``, both float32; ``values`` is (K, V).
 
-    With ``batch_invariant`` a tile is one query token whatever the call's shape, and keys are cut at multiples of a
-    block that depends on the page size alone, from position 0 on: every row then goes through the same products in the
-    same order. ``config`` says how work is cut; by platform if None.
+    With ``batch_invariant`` a tile is always one query token, and blocks begin at multiples of a size that depends only
+    on the page size, counted from position 0: the products of a row, and their order, are then the same in every batch.
+    ``config`` has the target sizes; None for those of the platform.
     """
     m = metadata
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets, m.kv_stride, m.positions)
     table_keys = m.page_table.shape[1] * pool.page_size
 
     def run(config: Config):
-        # Whole pages: a block is then a few contiguous pieces of memory.
+        # A block is a number of whole pages, each of them contiguous in memory.
         block = pool.page_size * max(1, config.block_keys // pool.page_size)
         cut, keys = batch, table_keys
-        if batch_invariant:  # a table that begins later is cut where a whole one is
+        if batch_invariant:  # blocks begin at the same positions in a table with kv_offsets
             pages = m.kv_offsets // (m.kv_stride * pool.page_size)
             cut = dataclasses.replace(batch, phases=pages % (block // pool.page_size) * pool.page_size)
             keys += block
@@ -62,7 +62,7 @@ def paged_attention(
 
 
 def take_pages(array, physical, token_axis: int = 1):
-    """Pages [lanes, n] of an array, each lane's one after the other: [lanes, n * P, ...], or with tokens on axis 2
+    """Gathers pages [lanes, n] of an array and joins each lane's: [lanes, n * P, ...], or with tokens on axis 2
     [lanes, K, n * P, ...]."""
     lanes, pages = physical.shape
     if lanes == 1 and pages <= 16:

@@ -1,4 +1,4 @@
-"""``ragged_attention`` in plain JAX: attention over packed, unpaged keys and values, blockwise."""
+"""``ragged_attention`` in plain JAX: blockwise attention over packed, unpaged keys and values."""
 
 import jax.numpy as jnp
 
@@ -8,9 +8,9 @@ from mla_attn.xla.blockwise import Batch, Config, Rules, blockwise_attention, by
 def ragged_attention(
     q, k, v, metadata, sinks, *, scale, causal, window, soft_cap, out_dtype, config: Config | None = None,
 ):  # fmt: skip
-    """Attends: ``(out [T, H, V], lse float32 [T, H])``; products in the keys' dtype, sums in float32.
+    """``(out [T, H, V], lse float32 [T, H])``; products in the keys' dtype, sums in float32.
 
-    ``config`` says how work is cut; by platform if None.
+    ``config`` has the target sizes; None for those of the platform.
     """
     m, heads, shape = metadata, q.shape[1], (k.shape[1], v.shape[2])
     if k.shape[0] == 0:
