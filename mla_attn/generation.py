@@ -8,9 +8,11 @@ from mla_attn.buckets import ladder
 from mla_attn.checks import check_integer
 from mla_attn.engine import Engine, SamplingParams
 from mla_attn.engine.names import with_hints
+from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.engine.requests import check_length, check_prompt
-from mla_attn.engine.scheduler import CacheSizes, Limits
+from mla_attn.engine.sizes import draft_limits, window_pages
 from mla_attn.models.base import CausalLM
+from mla_attn.passes import Drafts, all_groups, check_drafts, most_positions
 from mla_attn.speculative import DraftTree
 
 OnTokens = Callable[[int, list[int]], None]
@@ -63,6 +65,7 @@ def generate(
     max_new_tokens: int,
     num_drafts: int = 0,
     tree: DraftTree | None = None,
+    draft: Drafts = None,
     page_size: int = 64,
     prefill_chunk: int | None = None,
     stop_token_ids: Sequence[int] = (),
@@ -77,9 +80,10 @@ def generate(
         model: a loaded checkpoint.
         prompts: token ids of each prompt, at least one each; used as they are.
         max_new_tokens: most tokens to generate per prompt.
-        num_drafts: drafts K per verify step, one after the other, made by the model's MTP layer; 0 decodes one token at
-            a time.
+        num_drafts: drafts K per verify step, one after the other; 0 decodes one token at a time.
         tree: drafts as a tree instead.
+        draft: who drafts, with ``num_drafts`` or ``tree``: a ``DraftModel`` or ``NgramDrafts``; None for the model's
+            MTP layer.
         page_size: tokens per cache page.
         prefill_chunk: prompt tokens per request and pass; None takes whole prompts.
         stop_token_ids: ids that end a request, beside the model's ``eos_token_ids``.
@@ -108,10 +112,12 @@ def generate(
         max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, speculation=tree
     )
     prompts = [check_prompt(f"prompts[{i}]", prompt, vocab_size=model.vocab_size) for i, prompt in enumerate(prompts)]
-    positions = model.max_position_embeddings
+    positions = most_positions(model, draft)
+    if tree is not None or draft is not None:
+        check_drafts(draft, model, [] if tree is None else [tree])
     for i, prompt in enumerate(prompts):
         check_length(f"prompts[{i}]", len(prompt), max_new_tokens, max_position_embeddings=positions)
-    engine = _engine(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, implementation)
+    engine = _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation)
     engine.warm_up(progress=progress)
     tokens: dict[int, list[int]] = {engine.add_request(prompt, params): [] for prompt in prompts}
     indices = {name: index for index, name in enumerate(tokens)}
@@ -143,12 +149,14 @@ def generate(
     return Generation(list(tokens.values()), statistics)
 
 
-def _engine(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, implementation) -> Engine:
+def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation) -> Engine:
     """An engine that computes all prompts side by side, chunk by chunk, and then all new tokens, with pages for all."""
-    longest, drafts = max(map(len, prompts)), tree.size - 1 if tree else 0
+    longest, trees = max(map(len, prompts)), () if tree is None else (tree,)
+    drafting = draft_limits(draft, trees)
     chunk = longest if prefill_chunk is None else min(prefill_chunk, longest)
     # Room for the drafts of the last verify step too: their rows are written before they are judged.
-    lengths = [min(len(p) + max_new_tokens + drafts, model.max_position_embeddings) for p in prompts]
+    drafts = drafting["verify_rows"] - 1 + drafting["rows_ahead"]
+    lengths = [min(len(p) + max_new_tokens + drafts, most_positions(model, draft)) for p in prompts]
     # Every pass over the prompts takes the rows of the first: padding costs less than compiling more programs.
     rows, batch = sum(min(len(p), chunk) for p in prompts), ladder(len(prompts))[-1]
     limits = Limits(
@@ -161,13 +169,17 @@ def _engine(model, prompts, max_new_tokens, tree, page_size, prefill_chunk, impl
         whole_prompts=chunk == longest,
         prompts_first=True,
         overlap=False,
+        **drafting,
     )
-    num_pages = sum(-(-length // page_size) for length in lengths)
+    groups, facts = all_groups(model, draft), {"page_size": page_size, "prefix_cache": False}
+    full = any(group.window is None for group in groups)
+    num_pages = sum(-(-length // page_size) for length in lengths) if full else 0
     return Engine.of(
         model,
         limits,
-        CacheSizes(num_pages=num_pages, page_size=page_size, prefix_cache=False),
-        speculation=() if tree is None else (tree,),
+        CacheSizes(num_pages=num_pages, windows=window_pages(groups, limits, **facts), **facts),
+        speculation=trees,
+        draft=draft,
         batches=(batch,),
         prompt_rows=ladder(rows, smallest=8)[-1:],
         implementation=implementation,

@@ -13,27 +13,37 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.typing import DTypeLike
 
 from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
-from mla_attn.checks import check_integer, check_integers, check_number
+from mla_attn.checks import check_integer, check_integers
 from mla_attn.engine import batch, faults, inputs, launching, streaming
 from mla_attn.engine.batch import Prompt, Result
 from mla_attn.engine.names import with_hints
 from mla_attn.engine.outputs import Launch, Outbox
+from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams, check_model, check_params
-from mla_attn.engine.scheduler import PROMPTS_PER_PASS, CacheSizes, Limits, Request, Scheduler
-from mla_attn.engine.sizes import choose_sizes
+from mla_attn.engine.scheduler import Request, Scheduler
+from mla_attn.engine.sizes import choose_sizes, most_limits
 from mla_attn.engine.state import create_states, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
 from mla_attn.models.base import CausalLM
 from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
-from mla_attn.passes import DraftPasses, Passes, Shapes
+from mla_attn.passes import (
+    DraftModel,
+    DraftPasses,
+    Drafts,
+    NgramDrafts,
+    Passes,
+    Shapes,
+    all_groups,
+    all_pools,
+    most_positions,
+)
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
 
@@ -89,11 +99,12 @@ class Engine:
         model: CausalLM,
         *,
         max_batch: int = 8,
-        num_pages: int | None = None,
+        num_pages: int | Mapping[str, int] | None = None,
         page_size: int = 64,
         max_len: int | None = None,
         memory_fraction: float | None = None,
         speculation: Sequence[DraftTree] = (),
+        draft: Drafts = None,
         prompt_tokens: int = 512,
         batches: Sequence[int] | None = None,
         max_waiting: int = 1024,
@@ -102,34 +113,20 @@ class Engine:
         tokenizer: Tokenizer | None = None,
     ):
         check_model(model)
-        sizes = {"num_pages": num_pages, "max_len": max_len}
-        for name, value in (sizes | {"max_batch": max_batch, "page_size": page_size}).items():
-            if value is not None or name not in sizes:
-                check_integer(name, value, 1)
-        if memory_fraction is not None:
-            check_number("memory_fraction", memory_fraction, above=0, most=1)
-        num_pages, max_len = choose_sizes(
-            model, **sizes, page_size=page_size, max_batch=max_batch, memory_fraction=memory_fraction
+        limits = most_limits(
+            model, draft, speculation, max_batch=max_batch, max_waiting=max_waiting, prompt_tokens=prompt_tokens
         )
-        limits = Limits(
-            max_batch=max_batch,
-            max_len=max_len,
-            max_waiting=max_waiting,
-            prompt_tokens=prompt_tokens,
-            prompts_per_pass=PROMPTS_PER_PASS,
-            prompt_chunk=prompt_tokens,
-        )
-        cache = CacheSizes(num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache)
+        pages = {"num_pages": num_pages, "page_size": page_size, "prefix_cache": prefix_cache}
+        groups = all_groups(model, draft)
+        cache, limits = choose_sizes(groups, limits, **pages, max_len=max_len, memory_fraction=memory_fraction)
         batches = () if batches is None else batches
         check_integers("batches", batches)
         if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
-        if not isinstance(speculation, Sequence) or not all(isinstance(tree, DraftTree) for tree in speculation):
-            raise ValueError(f"speculation={speculation!r} must be a sequence of DraftTree")
         # Every second power of two: most passes are full, and programs take long to compile.
         rows = ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1]
         batches = tuple(sorted(batches)) if len(batches) else ladder(max_batch)
-        self._build(model, limits, cache, speculation, batches, rows, implementation)
+        self._build(model, limits, cache, speculation, batches, rows, implementation, draft)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -169,29 +166,32 @@ class Engine:
         batches: tuple[int, ...],
         prompt_rows: tuple[int, ...],
         implementation: str | None,
+        draft: Drafts = None,
     ) -> None:
-        if limits.max_len > model.max_position_embeddings:
-            positions = model.max_position_embeddings
+        if limits.max_len > (positions := most_positions(model, draft)):
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
-        for group in model.cache_groups:
+        for group in all_groups(model, draft):
             group.check_supported(page_size=cache.page_size, implementation=implementation)
         self.tokenizer: Tokenizer | None = None
         self.model, self.speculation, self.max_len = model, tuple(dict.fromkeys(speculation)), limits.max_len
         self.max_batch, self.max_waiting = limits.max_batch, limits.max_waiting
         self._limits, self._cache, self._batches = limits, cache, batches
+        self._counters, self._draft = Counters(), draft
+        self._scheduler = Scheduler(limits, cache, self._counters)
+        widths = self._scheduler.tables.widths
         shapes = Shapes(
             batches=batches,
             prompt_rows=prompt_rows,
-            table_width=cache.pages(limits.max_len),
+            table_width=dict(widths).get(None, 0),
+            windows=tuple((window, width) for window, width in widths if window is not None),
             page_size=cache.page_size,
             max_len=limits.max_len,
             prompt_batches=(min(limits.prompts_per_pass, limits.max_batch),),
         )
-        self._passes = self.passes_class(model, shapes, implementation=implementation, wrap=on_states)
-        self._drafting = {tree: DraftPasses(self._passes, model, tree) for tree in self.speculation}
+        other = draft.model if isinstance(draft, DraftModel) else None
+        self._passes = self.passes_class(model, shapes, draft=other, implementation=implementation, wrap=on_states)
+        self._drafting = {tree: DraftPasses(self._passes, model, tree, draft) for tree in self.speculation}
         self._draft_steps = {tree: inputs.draft_steps(tree) for tree in self.speculation}
-        self._counters = Counters()
-        self._scheduler = Scheduler(limits, cache, self._counters)
         self._device = self._create_device()
 
         self._lock = threading.RLock()  # of everything but adding and cancelling
@@ -211,9 +211,11 @@ class Engine:
 
     def _create_device(self) -> tuple[Any, Any]:
         """Empty pools of all cache groups, and the states of requests."""
-        pools = self.model.create_pools(num_pages=self._cache.num_pages, page_size=self._cache.page_size)
-        sizes = {"hidden_size": self.model.hidden_size, "dtype": self.model.dtype}
-        return pools, create_states(self._limits.max_batch, self.speculation, **sizes)
+        cache, limits = self._cache, self._limits
+        pools = all_pools(self.model, self._draft, cache.pages_of, cache.page_size)
+        sizes = {"hidden_size": self.model.hidden_size if self._draft is None else 0, "dtype": self.model.dtype}
+        sizes["text_len"] = limits.max_len if isinstance(self._draft, NgramDrafts) else 0
+        return pools, create_states(limits.max_batch, self.speculation, **sizes)
 
     def warm_up(self, *, progress: bool = True) -> float:
         """Compile every program ahead of time, with a progress bar; returns the seconds it took.
@@ -438,7 +440,7 @@ class Engine:
             self._refuse_in_callback("clear_prefix_cache")
             if not self._in_doubt:  # else the cache is made anew
                 self._in_doubt = True
-                self._scheduler.prefixes.clear()
+                self._scheduler.tables.clear_prefixes()
                 self._in_doubt = False
 
     def update_weights(self, model_or_state: Any) -> None:
@@ -465,14 +467,11 @@ class Engine:
         """Counts and mean times so far; from another thread it waits for the step that runs."""
         with self._lock:
             scheduler = self._scheduler
-            holders = scheduler.pages.holders - scheduler.prefixes.held  # running requests alone
             return statistics(
                 self._counters,
                 waiting=len(self._new) + len(scheduler.waiting),
                 running=len(scheduler.running),
-                pages_used=int(np.count_nonzero(holders)),
-                pages_shared=int(np.count_nonzero(holders > 1)),
-                pages_idle=scheduler.prefixes.num_idle_pages,
+                pages=scheduler.tables.counts(all_groups(self.model, self._draft)),
                 programs=sum(bucket.compiles for bucket in self._programs()),
                 compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,
             )

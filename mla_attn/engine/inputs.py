@@ -38,6 +38,14 @@ def next_tokens(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
     return {"next_tokens": np.concatenate(following)}
 
 
+def texts(parts: Sequence[tuple[Request, slice]], max_len: int) -> HostArrays:
+    """What drafting from n-grams takes: all tokens of each request up to the part's end, cached ones too."""
+    text = np.zeros((len(parts), max_len), np.int32)
+    for row, (request, part) in zip(text, parts, strict=True):
+        row[: part.stop] = request.tokens[: part.stop]
+    return {"text": text}
+
+
 def placed(inputs: HostArrays, batches: Sequence[int]) -> dict[str, jax.Array]:
     """Padded to the least of ``batches`` that holds them, and on the device for all passes of a round of drafts."""
     requests = len(inputs["slots"])

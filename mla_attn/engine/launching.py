@@ -32,10 +32,17 @@ def launch_prompts(engine: "Engine", parts: list[tuple[Request, slice]]) -> None
     engine._involved = requests = [request for request, _ in parts]
     shared = _shared(engine, requests) | inputs.prompt_lengths(parts)
     bucket = engine._passes.extend if any(part.start for _, part in parts) else engine._passes.prefill
-    out = engine._run(bucket, **inputs.prompt_tokens(parts), **shared)
+    tokens = inputs.prompt_tokens(parts)
+    out = engine._run(bucket, **tokens, **shared)
     if kind := requests[0].params.speculation:
-        drafting = {"sampled": out["tokens"], "prompt_hidden": out["prompt_hidden"], **shared}
-        engine._run(engine._drafting[kind].draft_prefill, **inputs.next_tokens(parts), **drafting)
+        passes = engine._drafting[kind]
+        there = {"sampled": out["tokens"], "prompt_hidden": out["prompt_hidden"], **tokens, **shared}
+        if "next_tokens" in passes.functions.prefill_inputs:
+            there |= inputs.next_tokens(parts)
+        if "text" in passes.functions.prefill_inputs:
+            there |= inputs.texts(parts, engine.max_len)
+        wanted = ("slots", *engine._passes.tables, *passes.functions.prefill_inputs)
+        engine._run(passes.draft_prefill, **{name: there[name] for name in wanted})
     for request, part in parts:
         request.num_computed = part.stop
         request.num_passes_in_flight += not request.wants_prompt_pass
@@ -54,7 +61,7 @@ def launch_tokens(engine: "Engine", kind: DraftTree | None, requests: list[Reque
         for bucket, step in zip(passes.draft_decode, engine._draft_steps[kind], strict=True):
             engine._run(bucket, **step, **placed)
         out = engine._run(passes.target_verify, **placed)
-        verified = {name: out[name] for name in ("emitted", "num_emitted", "emitted_hidden")}
+        verified = {name: out[name] for name in passes.functions.verified}
         engine._run(passes.draft_extend, **verified, **placed)
         tokens, rows = out["emitted"], kind.depth + 1
     for request in requests:
@@ -66,7 +73,7 @@ def launch_tokens(engine: "Engine", kind: DraftTree | None, requests: list[Reque
 
 def _shared(engine: "Engine", requests: list[Request]) -> dict[str, np.ndarray]:
     slots = np.array([r.slot for r in requests], np.int32)
-    return {"page_table": engine._scheduler.pages.table([r.id for r in requests]), "slots": slots}
+    return {**engine._scheduler.tables.arrays([r.id for r in requests]), "slots": slots}
 
 
 def _expect(

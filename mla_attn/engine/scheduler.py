@@ -4,72 +4,18 @@ Nothing here is needed to know a request's tokens, so that after a fault all of 
 """
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
-from mla_attn.checks import check_integer
+from mla_attn.engine.pages import CacheSizes, Limits, Tables
 from mla_attn.engine.requests import OnOutput, SamplingParams, check_length, check_prompt
 from mla_attn.engine.statistics import Counters
 from mla_attn.speculative import DraftTree
 
 PROMPTS_PER_PASS = 4  # more cost memory in ``extend`` whether they are there or not
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How many requests and tokens run at a time.
-
-    Attributes:
-        max_batch: most requests running.
-        max_len: most tokens of a request, prompt and new ones together.
-        max_waiting: most requests waiting.
-        prompt_tokens: most prompt tokens of a step, all requests together.
-        prompts_per_pass: most requests in a pass over prompts.
-        prompt_chunk: most prompt tokens of a request in a step.
-        whole_prompts: prompts never come in parts, nor begin with cached pages: ``extend`` is not needed.
-        prompts_first: a step that computes prompts does nothing else.
-        overlap: a step reads the tokens of the step before; otherwise its own.
-    """
-
-    max_batch: int
-    max_len: int
-    max_waiting: int
-    prompt_tokens: int
-    prompts_per_pass: int
-    prompt_chunk: int
-    whole_prompts: bool = False
-    prompts_first: bool = False
-    overlap: bool = True
-
-    def __post_init__(self):
-        for name in ("max_batch", "max_len", "max_waiting", "prompt_tokens", "prompts_per_pass", "prompt_chunk"):
-            check_integer(name, getattr(self, name), 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSizes:
-    """The paged cache.
-
-    Attributes:
-        num_pages: pages in all.
-        page_size: tokens per page.
-        prefix_cache: whether full pages are found by their content, and kept while there is room.
-    """
-
-    num_pages: int
-    page_size: int
-    prefix_cache: bool
-
-    def __post_init__(self):
-        for name in ("num_pages", "page_size"):
-            check_integer(name, getattr(self, name), 1)
-
-    def pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
 
 
 class Request:
@@ -160,10 +106,7 @@ class Scheduler:
 
     def reset(self, requests: Iterable[Request]) -> None:
         """Begin anew with empty pages; ``requests`` wait in this order, to be computed again."""
-        self.pages = PageAllocator(
-            self.cache.num_pages, self.cache.page_size, table_width=self.cache.pages(self.limits.max_len)
-        )
-        self.prefixes = PrefixCache(self.pages)
+        self.tables = Tables(self.limits, self.cache)
         self.running: dict[int, Request] = {}  # by id: those that hold pages
         self.slots: list[Request | None] = [None] * self.limits.max_batch
         self._num_releases = 0  # of pages and slots
@@ -173,9 +116,19 @@ class Scheduler:
             request.rewind()
         self.waiting = collections.deque(waiting)  # oldest first
 
+    @property
+    def pages(self) -> PageAllocator:
+        """Of the first table."""
+        return self.tables.all[0].pages
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        """Of the first table."""
+        return self.tables.all[0].prefixes
+
     def most_rows(self, prompt_len: int, params: SamplingParams) -> int:
         """Rows a request may need in all: of its tokens and the drafts of its last verify pass."""
-        drafts = params.speculation.size - 1 if params.speculation else 0
+        drafts = params.speculation.size - 1 + self.limits.rows_ahead if params.speculation else 0
         return min(prompt_len + params.max_new_tokens + drafts, self.limits.max_len)
 
     def check_request(
@@ -188,7 +141,7 @@ class Scheduler:
             made = ", ".join(str(tree.widths) for tree in trees) or "none"
             raise ValueError(f"speculation of widths {params.speculation.widths} must be one of the engine's: {made}")
         needed = self.cache.pages(self.most_rows(len(prompt), params))
-        if needed > self.cache.num_pages:
+        if self.tables.full is not None and needed > self.cache.num_pages:
             raise ValueError(
                 f"prompt has {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}: they need {needed} "
                 f"pages, must be at most num_pages={self.cache.num_pages}"
@@ -205,16 +158,17 @@ class Scheduler:
             if slot is None or self._blocked == (request, self._num_releases):
                 return
             digests = self.digest(request)[: (request.num_tokens - 1) // self.cache.page_size]
-            there = self.prefixes.find(digests)
-            # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
-            growing = sum(self._may_grow(r) for r in self.running.values())
-            needed = self.cache.pages(request.num_tokens) - len(there) + growing
-            if needed > self.prefixes.num_available(there):
+            there = self.tables.find(digests)
+            if not self._has_room(request, there[0]):
                 self._blocked = request, self._num_releases
                 return
-            found = self.prefixes.fork(request.id, digests)
-            self._make_free(needed)
-            self.pages.grow(request.id, request.num_tokens)
+            found = len(there[0]) * self.cache.page_size
+            self.tables.fork(request.id, digests[: len(there[0])])
+            if self.tables.full is not None:
+                # Pages found may have been idle: they are held before others are dropped.
+                rows = self._begin_rows(request)
+                self.tables.full.make_free(self.cache.pages(rows) - len(there[0]))
+                self.tables.full.pages.grow(request.id, rows)
             self.waiting.popleft()
             request.rewind()
             request.slot, request.prompt_rows = slot, request.num_tokens
@@ -222,6 +176,24 @@ class Scheduler:
             request.num_kept_pages = self.cache.pages(found)
             self.running[request.id] = self.slots[slot] = request
             self._counters.reused_tokens += found
+
+    def _begin_rows(self, request: Request) -> int:
+        """Rows that a request has room for from its beginning on, where all rows are kept: its prompt's."""
+        most = self.most_rows(request.prompt_len, request.params)
+        return min(request.num_tokens + (self.limits.rows_ahead if request.params.speculation else 0), most)
+
+    def _has_room(self, request: Request, there: Sequence[int]) -> bool:
+        """Whether there are pages for a waiting request, of which those ``there`` hold the beginning."""
+        if self.tables.windowed:
+            most = [self.most_rows(r.prompt_len, r.params) for r in (*self.running.values(), request)]
+            if not self.tables.have_room([self.cache.pages(rows) for rows in most]):
+                return False
+        if self.tables.full is None:
+            return True
+        # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
+        growing = sum(self._may_grow(r) for r in self.running.values())
+        needed = self.cache.pages(self._begin_rows(request)) - len(there) + growing
+        return needed <= self.tables.full.prefixes.num_available(there)
 
     def preempt(self, request: Request) -> None:
         """Free a running request's pages; it waits to be computed again, before all others."""
@@ -241,7 +213,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._num_releases += 1
-        self.pages.free(request.id)
+        self.tables.free(request.id)
         del self.running[request.id]
         if self.slots[request.slot] is request:
             self.slots[request.slot] = None
@@ -270,24 +242,21 @@ class Scheduler:
         alone."""
         if self.cache.prefix_cache:
             digests = self.digest(request)[: request.num_final_rows // self.cache.page_size]
-            self.prefixes.keep(request.id, digests, begin=0 if all_pages else request.num_kept_pages)
+            self.tables.keep(request.id, digests, begin=0 if all_pages else request.num_kept_pages)
             request.num_kept_pages = len(digests)
 
     def digest(self, request: Request) -> list[bytes]:
         """Names of the full pages among a request's tokens, each computed once; none without a prefix cache. Whoever
         adds a request calls this, so that no step has to do it for a long prompt.
 
-        Speculative requests also need the draft layer's rows, which plain requests never write, so the two do not share
+        Speculative requests also need the drafter's rows, which plain requests never write, so the two do not share
         prefixes. (The draft layer's row of a page's last token depends on the token that followed it in the request
         that wrote it. After sharing, a draft may be rejected because of that; emitted tokens are not affected.)
         """
         if self.cache.prefix_cache and len(request.digests) < request.num_tokens // self.cache.page_size:
-            kind = request.params.speculation is not None
+            kind = self.limits.drafts_cached and request.params.speculation is not None
             self.prefixes.extend_digests(request.digests, request.tokens[: request.num_tokens], kind=kind)
         return request.digests
-
-    def _make_free(self, num_pages: int) -> bool:
-        return self.pages.num_free >= num_pages or self.prefixes.evict(num_pages)
 
     # What runs next.
 
@@ -300,7 +269,10 @@ class Scheduler:
         for request in wanting[: self.limits.prompts_per_pass]:
             rows = min(self._part(request), left)
             if rows:
-                parts.append((request, slice(request.num_computed, request.num_computed + rows)))
+                stop = request.num_computed + rows
+                parts.append((request, slice(request.num_computed, stop)))
+                ahead = self._begin_rows(request) - request.prompt_rows
+                self.tables.reserve(request.id, stop + ahead, final=request.num_final_rows)
             left -= rows
         return parts
 
@@ -319,16 +291,16 @@ class Scheduler:
         """Make room for the rows of the request's next pass. If pages run out, those of the youngest requests are
         freed: False if that ended or stopped this one."""
         tree, most = request.params.speculation, self.most_rows(request.prompt_len, request.params)
+        more, full = tree.size + self.limits.rows_ahead if tree else 1, self.tables.full
         while request.id in self.running and request.wants_token:
             rows = request.prompt_rows + request.num_decoded_rows + request.num_rows_in_flight
-            rows = min(rows + (tree.size if tree else 1), most)
-            if rows <= self.pages.length(request.id):
+            rows = min(rows + more, most)
+            if full is None or rows <= full.pages.length(request.id):
+                self.tables.reserve(request.id, rows, final=request.num_final_rows)
                 return True
             try:
-                self.pages.grow(request.id, self.cache.pages(rows) * self.cache.page_size)
-                return True
+                full.pages.grow(request.id, self.cache.pages(rows) * self.cache.page_size)
             except OutOfPages as error:
-                if self._make_free(error.needed) or read():
-                    continue
-            self.preempt(max(self.running.values(), key=lambda r: r.id))
+                if not (full.make_free(error.needed) or read()):
+                    self.preempt(max(self.running.values(), key=lambda r: r.id))
         return False

@@ -1,12 +1,20 @@
 """How large an engine's cache is where nobody says so: what there is room for."""
 
+import dataclasses
 import logging
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
+from mla_attn.checks import check_integer, check_number
+from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
+from mla_attn.engine.scheduler import PROMPTS_PER_PASS
 from mla_attn.memory import free_bytes, tree_bytes
-from mla_attn.models.base import CausalLM
+from mla_attn.models.base import CacheGroup, CausalLM, check_groups, create_pools
+from mla_attn.passes import DraftModel, Drafts, NgramDrafts, check_drafts, most_positions
+from mla_attn.speculative import DraftTree
 from mla_attn.text import gibibytes
 
 logger = logging.getLogger(__name__)
@@ -15,43 +23,148 @@ GPU_FRACTION, CPU_FRACTION = 0.9, 0.25  # the rest is for what passes need; a CP
 
 
 def choose_sizes(
-    model: CausalLM,
+    groups: Iterable[CacheGroup],
+    limits: Limits,
     *,
-    num_pages: int | None,
+    num_pages: int | Mapping[str, int] | None,
     max_len: int | None,
     page_size: int,
-    max_batch: int,
-    memory_fraction: float | None,
-) -> tuple[int, int]:
+    prefix_cache: bool = True,
+    memory_fraction: float | None = None,
+) -> tuple[CacheSizes, Limits]:
     """Pages of the cache and most tokens of a request, those that are None by the memory that is free.
 
+    Groups with a window get what ``max_batch`` requests need, and as much again for prefixes; those without get the
+    rest.
+
+    Args:
+        groups: all cache groups.
+        limits: with the models' positions as ``max_len``.
+        num_pages: of each group, as ``Engine`` takes it.
+        max_len: likewise.
+        page_size, prefix_cache, memory_fraction: likewise.
+
     Raises:
-        ValueError: there is no room for one request of ``max_len``, or for a page, or nobody tells how much.
+        ValueError: a size that is no integer or below 1; there is no room for one request of ``max_len``, or for a
+            page, or nobody tells how much; too few pages of a group with a window.
     """
-    positions = model.max_position_embeddings
-    if num_pages is None:
-        num_pages = _choose_pages(model, max_len, page_size, max_batch, memory_fraction)
+    groups, positions = tuple(groups), limits.max_len
+    check_integer("page_size", page_size, 1)
+    if max_len is not None:
+        limits = dataclasses.replace(limits, max_len=check_integer("max_len", max_len, 1))
+    if memory_fraction is not None:
+        check_number("memory_fraction", memory_fraction, above=0, most=1)
+    facts = {"page_size": page_size, "prefix_cache": prefix_cache}
+    given = _given(num_pages, groups)
+    windows = dict(window_pages(groups, limits, **facts, most=num_pages if isinstance(num_pages, int) else None))
+    windows |= {window: pages for window, pages in given.items() if window is not None}
+    for window, pages in windows.items():
+        least = WindowSizes.of(window, limits, **facts).width
+        if pages < least:
+            raise ValueError(f"num_pages={pages} of the groups with window={window}: a request needs {least}")
+    full = [group for group in groups if group.window is None]
+    if full and None not in given:
+        room = _room(memory_fraction) - sum(
+            pages * page_bytes((g for g in groups if g.window == window), page_size)
+            for window, pages in windows.items()
+        )
+        given[None] = _choose_pages(full, room, limits, max_len, page_size)
+    if max_len is None and full:
+        limits = dataclasses.replace(limits, max_len=min(positions, given[None] * page_size))
     if max_len is None:
-        max_len = min(positions, num_pages * page_size)
-        logger.info("max_len=%d, of max_position_embeddings=%d", max_len, positions)
-    return num_pages, max_len
+        logger.info("max_len=%d, of max_position_embeddings=%d", limits.max_len, positions)
+    return CacheSizes(num_pages=given.get(None, 0), windows=tuple(windows.items()), **facts), limits
 
 
-def _choose_pages(model: CausalLM, max_len: int | None, page_size: int, max_batch: int, fraction: float | None) -> int:
-    on_cpu, free = jax.default_backend() == "cpu", free_bytes()
+def window_pages(
+    groups: Iterable[CacheGroup], limits: Limits, *, page_size: int, prefix_cache: bool, most: int | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Each window among the groups, and the pages of its groups: for ``max_batch`` requests, and as many again if
+    prefixes are kept, but no more than ``most`` unless one request needs them."""
+    made = []
+    for window in sorted({group.window for group in groups if group.window is not None}):
+        sizes = WindowSizes.of(window, limits, page_size=page_size, prefix_cache=prefix_cache)
+        pages = sizes.pages_for(limits.max_batch) * (1 + prefix_cache)
+        pages = min(pages, limits.max_batch * math.ceil(limits.max_len / page_size))
+        made.append((window, max(sizes.width, pages if most is None else min(pages, most))))
+    return tuple(made)
+
+
+def most_limits(
+    model: CausalLM,
+    draft: Drafts,
+    trees: Sequence[DraftTree],
+    *,
+    max_batch: int,
+    max_waiting: int,
+    prompt_tokens: int,
+) -> Limits:
+    """The limits of an engine, as its constructor takes them, with the models' positions as ``max_len``.
+
+    Raises:
+        ValueError: a size that is no integer or below 1, trees that are none, or a drafter that does not fit.
+    """
+    if not isinstance(trees, Sequence) or not all(isinstance(tree, DraftTree) for tree in trees):
+        raise ValueError(f"speculation={trees!r} must be a sequence of DraftTree")
+    if trees or draft is not None:
+        check_drafts(draft, model, trees)
+    return Limits(
+        max_batch=max_batch,
+        max_len=most_positions(model, draft),
+        max_waiting=max_waiting,
+        prompt_tokens=prompt_tokens,
+        prompts_per_pass=PROMPTS_PER_PASS,
+        prompt_chunk=prompt_tokens,
+        **draft_limits(draft, trees),
+    )
+
+
+def draft_limits(draft: Drafts, trees: Sequence[DraftTree]) -> dict[str, Any]:
+    """Those attributes of ``Limits`` that depend on who drafts, and on the engine's trees."""
+    return {
+        "verify_rows": max((tree.size for tree in trees), default=1),
+        "rows_ahead": int(isinstance(draft, DraftModel)),
+        "drafts_cached": not isinstance(draft, NgramDrafts),
+    }
+
+
+def _given(num_pages: Any, groups: tuple[CacheGroup, ...]) -> dict[int | None, int]:
+    """What is said of pages, by window. One number is for groups without a window, if there are some."""
+    given: dict[int | None, int] = {}
+    if num_pages is None:
+        return given
+    if not isinstance(num_pages, Mapping):
+        windows = {group.window for group in groups}
+        return given | dict.fromkeys([None] if None in windows else windows, check_integer("num_pages", num_pages, 1))
+    check_groups("num_pages", num_pages, groups)
+    for group in groups:
+        pages = check_integer(f"num_pages[{group.name!r}]", num_pages[group.name], 1)
+        if given.setdefault(group.window, pages) != pages:
+            raise ValueError(f"num_pages={dict(num_pages)} must be equal for groups of window={group.window}")
+    return given
+
+
+def _room(fraction: float | None) -> int:
+    free = free_bytes()
     if free is None:
         raise ValueError("num_pages=None must be given: the device does not tell how much memory is free")
-    if fraction is None:
-        fraction = CPU_FRACTION if on_cpu else GPU_FRACTION
-    each, room = page_bytes(model, page_size), int(fraction * free)
-    most = max_batch * math.ceil((max_len or model.max_position_embeddings) / page_size)
+    return int((_fraction() if fraction is None else fraction) * free)
+
+
+def _fraction() -> float:
+    return CPU_FRACTION if jax.default_backend() == "cpu" else GPU_FRACTION
+
+
+def _choose_pages(groups: Iterable[CacheGroup], room: int, limits: Limits, max_len: int | None, page_size: int) -> int:
+    each = page_bytes(groups, page_size)
+    most = limits.max_batch * math.ceil(limits.max_len / page_size)
     # On a CPU no more than requests can ask for; on a GPU the rest is for prefixes.
-    num_pages = min(room // each, most) if on_cpu else room // each
+    num_pages = min(room // each, most) if jax.default_backend() == "cpu" else room // each
     least = math.ceil((max_len or 1) / page_size)
     if num_pages < least:
         raise ValueError(
             f"max_len={max_len} needs {least} pages of {page_size} tokens, {gibibytes(least * each)}: there is room "
-            f"for {gibibytes(room)} (memory_fraction={fraction:g} of what is free)"
+            f"for {gibibytes(max(room, 0))} of the memory that is free (memory_fraction)"
         )
     logger.info(
         "num_pages=%d of %d tokens: %s of %s", num_pages, page_size, gibibytes(num_pages * each), gibibytes(room)
@@ -59,6 +172,7 @@ def _choose_pages(model: CausalLM, max_len: int | None, page_size: int, max_batc
     return num_pages
 
 
-def page_bytes(model: CausalLM, page_size: int) -> int:
-    """Bytes of a page, in the pools of all cache groups."""
-    return tree_bytes(jax.eval_shape(lambda: model.create_pools(num_pages=1, page_size=page_size)))
+def page_bytes(groups: Iterable[CacheGroup], page_size: int) -> int:
+    """Bytes of a page, in the pools of all these cache groups."""
+    groups = tuple(groups)
+    return tree_bytes(jax.eval_shape(lambda: create_pools(groups, num_pages=1, page_size=page_size)))

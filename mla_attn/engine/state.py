@@ -16,10 +16,13 @@ from mla_attn.speculative import DraftTree
 States = dict[str, Array]
 
 
-def create_states(num_slots: int, trees: Iterable[DraftTree], *, hidden_size: int, dtype: Any) -> States:
+def create_states(
+    num_slots: int, trees: Iterable[DraftTree], *, hidden_size: int, dtype: Any, text_len: int = 0
+) -> States:
     """State of ``num_slots`` requests of any of these draft trees: the kept fields, with ``num_slots`` for B.
 
-    ``drafts`` and ``hidden`` have room for the largest tree; each tree uses the leading part.
+    ``drafts`` and ``hidden`` have room for the largest tree; each tree uses the leading part. ``hidden_size`` and
+    ``text_len`` may be 0 where nobody needs hidden states or texts.
     """
     trees = tuple(trees)
     sizes = {
@@ -27,6 +30,7 @@ def create_states(num_slots: int, trees: Iterable[DraftTree], *, hidden_size: in
         "nodes": max((tree.size - 1 for tree in trees), default=0),
         "width": max((size for tree in trees for size in tree.level_sizes[:-1]), default=0),
         "dim": hidden_size,
+        "L": text_len,
     }
     return {name: jnp.zeros(s.shape, s.dtype) for name, s in structs(KEPT, sizes, dtype).items()}
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from mla_attn.engine.pages import PageCounts
+
 
 @dataclasses.dataclass
 class Counters:
@@ -55,12 +57,13 @@ class EngineStatistics:
         tokens_per_second: new tokens over the time inside ``step()``.
         time_to_first_token: mean, from ``add_request`` to a request's first token.
         inter_token_time: mean, between tokens of a request after the first.
-        pages_used: pages that running requests hold, each counted once.
+        pages_used: pages that running requests hold, each counted once; of all page tables together.
         pages_shared: those of them that several hold.
         pages_idle: pages that the prefix cache alone holds, until somebody needs them.
         warm_up_seconds: spent compiling ahead of time.
         programs: programs compiled.
         compiles_after_warm_up: programs XLA compiled in this process since ``warm_up``; 0 unless something is wrong.
+        pages: counts of each cache group, by its name; those of a draft model begin with "draft.".
     """
 
     finished: int
@@ -88,10 +91,13 @@ class EngineStatistics:
     warm_up_seconds: float
     programs: int
     compiles_after_warm_up: int
+    pages: dict[str, PageCounts] = dataclasses.field(default_factory=dict)
 
 
-def statistics(counters: Counters, **now: int) -> EngineStatistics:
+def statistics(counters: Counters, pages: dict[str, PageCounts], **now: int) -> EngineStatistics:
     """The counters with means made of them, and what is ``now``."""
+    tables = {counts.window: counts for counts in pages.values()}.values()
+    totals = {f"pages_{name}": sum(getattr(table, name) for table in tables) for name in ("used", "shared", "idle")}
     c = dataclasses.asdict(counters)
     means = {
         "acceptance_length": _mean(c["verified_tokens"], c["verified_requests"]),
@@ -100,7 +106,9 @@ def statistics(counters: Counters, **now: int) -> EngineStatistics:
         "inter_token_time": _mean(c["later_token_seconds"], c["new_tokens"] - c["first_tokens"]),
     }
     names = {field.name for field in dataclasses.fields(EngineStatistics)}
-    return EngineStatistics(**{name: value for name, value in c.items() if name in names}, **means, **now)
+    return EngineStatistics(
+        **{name: value for name, value in c.items() if name in names}, **means, **totals, pages=pages, **now
+    )
 
 
 def _mean(total: float | int, count: float | int) -> float | None:

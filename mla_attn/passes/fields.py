@@ -1,7 +1,8 @@
 """The table of fields: every input and output of a pass, with its shape, its dtype, and whether it is kept.
 
-Axes: B requests of the call, T packed prompt rows, W pages per request, ``dim`` the model's hidden size; for a draft
-tree ``nodes`` its drafts, ``path`` the most tokens emitted, and ``width`` the nodes of the level that is expanded.
+Axes: B requests of the call, T packed prompt rows, W columns of all page tables side by side, ``windows`` the number of
+windowed page tables, L the most tokens of a request, ``dim`` the model's hidden size; for a draft tree ``nodes`` its
+drafts, ``path`` the most tokens emitted, and ``width`` the nodes of the level that is expanded.
 """
 
 import dataclasses
@@ -45,7 +46,8 @@ FIELDS = {
     field.name: field
     for field in (
         # Requests and their cache rows.
-        Field("page_table", "B W"),
+        Field("page_table", "B W"),  # of all cache groups, side by side
+        Field("kv_offsets", "B windows"),  # position where each windowed page table begins
         Field("slots", "B"),  # index of each request's state on the device
         Field("active", "B"),  # 1, or 0 for padding
         Field("lens", "B", kept=True),  # cached rows of each request
@@ -63,6 +65,7 @@ FIELDS = {
         Field("top_p", "B", jnp.float32, kept=True),
         Field("seed", "B", jnp.uint32, kept=True),
         # Drafts.
+        Field("text", "B L", kept=True),  # all tokens of each request, for drafts from n-grams
         Field("drafts", "B nodes", kept=True),
         Field("hidden", "B width dim", None, kept=True),  # draft layer's states, from which the next drafts follow
         Field("step", ""),

@@ -5,7 +5,7 @@ share traces and compiled programs: the second one in a process compiles nothing
 """
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -39,7 +39,10 @@ class Functions:
     Attributes:
         graphdef: the model without its arrays.
         structure: tree structure of the model's arrays, which ``state`` holds as a flat tuple.
-        groups: names of the cache groups.
+        first: index of the model's first array in ``state``.
+        prefix: what the names of its cache groups begin with in the dict of pools.
+        groups: name and window of each cache group.
+        tables: window and number of columns of each page table, in order; groups with equal windows share a table.
         page_size: tokens per page.
         max_len: most tokens of a request.
         implementation: names of attention implementations in the order to try them; None for the default choice.
@@ -47,42 +50,61 @@ class Functions:
 
     graphdef: Any
     structure: Any
-    groups: tuple[str, ...]
+    first: int
+    prefix: str
+    groups: tuple[tuple[str, int | None], ...]
+    tables: tuple[tuple[int | None, int], ...]
     page_size: int
     max_len: int
     implementation: tuple[str, ...] | None
 
     @classmethod
-    def of(
-        cls, model: CausalLM, *, page_size: int, max_len: int, implementation: Order
-    ) -> "tuple[Functions, tuple[Any, ...]]":
-        """Splits a model into its passes and its arrays, which are the first argument of each pass."""
+    def of(cls, model: CausalLM, *, implementation: Order, **facts: Any) -> "tuple[Functions, tuple[Any, ...]]":
+        """Splits a model into its passes and its arrays, which are the first argument of each pass.
+
+        ``facts`` are the attributes that do not come from the model.
+        """
         graphdef, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
-        groups = tuple(group.name for group in model.cache_groups)
+        groups = tuple((group.name, group.window) for group in model.cache_groups)
+        facts |= {"graphdef": graphdef, "structure": structure, "groups": groups}
         # A plain tuple, because each call flattens it: 0.9 ms for an ``nnx.State`` of 400 arrays, 0.1 ms for a tuple.
-        return cls(graphdef, structure, groups, page_size, max_len, requested(implementation)), tuple(leaves)
+        return cls(**facts, implementation=requested(implementation)), tuple(leaves)
 
-    @property
-    def layout(self) -> dict[str, Any]:
-        """Keyword arguments that every metadata builder takes."""
-        return {"page_size": self.page_size, "max_len": self.max_len}
+    def own(self, state: Any) -> Any:
+        """The model's arrays among those of ``state``."""
+        return state[self.first : self.first + self.structure.num_leaves]
 
     def model(self, state: Any) -> Any:
         """The model with the arrays of ``state``."""
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, state))
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, self.own(state)))
 
-    def run(self, model: CausalLM, tokens, pools: Pools, m: md.AttentionMetadata, **options):
-        """Runs the model over all its cache groups, which share one page table."""
-        return model(tokens, pools, self.by_group(m), **options, implementation=self.implementation)
+    def run(self, model: CausalLM, tokens, pools: Pools, m: Metadata, **options):
+        """Runs the model over its cache groups; returns hidden states, and the pools of all."""
+        return self._over(pools, model, tokens, m=m, **options)
 
-    def run_draft(self, model: CausalLM, hidden, tokens, pools: Pools, m: md.AttentionMetadata, **options):
-        """Runs the draft layer over all its cache groups, which share one page table."""
-        return model.draft(hidden, tokens, pools, self.by_group(m), **options, implementation=self.implementation)
+    def run_draft(self, model: CausalLM, hidden, tokens, pools: Pools, m: Metadata, **options):
+        """Runs the draft layer over the model's cache groups; returns as ``run``."""
+        return self._over(pools, model.draft, hidden, tokens, m=m, **options)
 
-    def by_group(self, m: md.AttentionMetadata) -> Metadata:
-        """The same metadata for every cache group."""
-        return dict.fromkeys(self.groups, m)
+    def _over(self, pools: Pools, call: Callable[..., tuple[Any, Pools]], *arguments, m: Metadata, **options):
+        mine = {name: pools[self.prefix + name] for name, _ in self.groups}
+        hidden, mine = call(*arguments, mine, m, **options, implementation=self.implementation)
+        return hidden, {**pools, **{self.prefix + name: pool for name, pool in mine.items()}}
+
+    def metadata(self, build: Callable[..., md.AttentionMetadata], x: Arrays, *lens: Any, **options: Any) -> Metadata:
+        """Builds the metadata of each cache group: lengths and positions are equal, pages differ."""
+        windows, made, begin = {window for _, window in self.groups}, {}, 0
+        offset = iter(range(len(self.tables)))
+        for window, width in self.tables:
+            layout = {"page_size": self.page_size, "max_len": self.max_len}
+            if window is not None:
+                layout["kv_offsets"] = x["kv_offsets"][:, next(offset)]
+            if window in windows:
+                table = x["page_table"][:, begin : begin + width]
+                made[window] = build(table, *lens, **options, **layout)
+            begin += width
+        return {name: made[window] for name, window in self.groups}
 
     def pick(self, logits, positions, x: Arrays):
         """Samples the token after each row, or gives INVALID_TOKEN: int32 [B], or [B, S] for logits [B, S, vocab]."""
@@ -97,10 +119,9 @@ class Functions:
         """The target's token after each row of a verify pass, int32 [B, S]; drafts are accepted if equal to it."""
         return self.pick(logits, positions, x)
 
-    def prompt_metadata(self, x: Arrays, rows: int) -> md.AttentionMetadata:
+    def prompt_metadata(self, x: Arrays, rows: int) -> Metadata:
         """Metadata of prefill chunks packed in ``rows`` rows."""
-        lens = x["seq_lens"], x["q_lens"]
-        return md.for_extend(x["page_table"], *lens, max_q_len=rows, num_rows=rows, **self.layout)
+        return self.metadata(md.for_extend, x, x["seq_lens"], x["q_lens"], max_q_len=rows, num_rows=rows)
 
     def prompt(self, mode: str, state: Any, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
         """Runs prefill chunks. Its outputs are the token after each request's last row, and all hidden states."""
@@ -112,12 +133,18 @@ class Functions:
     def decode(self, state: Any, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
         """Runs one token per request; ``lens`` counts cached rows: as input before this call, as output after it."""
         model, lens = self.model(state), x["lens"] + x["active"]
-        m = md.for_decode(x["page_table"], lens * x["active"], **self.layout)
+        m = self.metadata(md.for_decode, x, lens * x["active"])
         hidden, pools = self.run(model, x["tokens"], pools, m, mode="decode")
-        return {"tokens": self.pick(model.logits(hidden), m.positions, x), "lens": lens}, pools
+        return {"tokens": self.pick(model.logits(hidden), of_rows(m).positions, x), "lens": lens}, pools
 
 
-def last_rows(hidden, metadata: md.AttentionMetadata):
+def of_rows(m: Metadata) -> md.AttentionMetadata:
+    """Metadata of one cache group, for what is equal in all: rows, lengths and positions."""
+    return next(iter(m.values()))
+
+
+def last_rows(hidden, m: Metadata):
     """The last row of each request; an arbitrary row for a request without rows."""
+    metadata = of_rows(m)
     rows = jnp.clip(metadata.q_starts + metadata.q_lens - 1, 0, hidden.shape[0] - 1)
     return hidden[rows]

@@ -17,7 +17,8 @@ from flax import nnx
 from mla_attn.buckets import Buckets, jit_step
 from mla_attn.dispatch import Order
 from mla_attn.models.base import CausalLM
-from mla_attn.passes.fields import SAMPLING, Arrays, structs
+from mla_attn.passes.drafts import DRAFT
+from mla_attn.passes.fields import FIELDS, SAMPLING, Arrays, structs
 from mla_attn.passes.functions import Functions, Method
 
 
@@ -28,10 +29,11 @@ class Shapes:
     Attributes:
         batches: ladder of request counts B.
         prompt_rows: ladder of prompt tokens T of one pass, summed over requests.
-        table_width: pages per request W.
+        table_width: columns of the page table of groups without a window; 0 if there is no such group.
         page_size: tokens per page P.
         max_len: most tokens of a request.
         prompt_batches: ladder of request counts in passes over prompts; None for ``batches``.
+        windows: window and number of columns of each windowed page table, in order.
     """
 
     batches: tuple[int, ...]
@@ -40,6 +42,13 @@ class Shapes:
     page_size: int
     max_len: int
     prompt_batches: tuple[int, ...] | None = None
+    windows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def tables(self) -> tuple[tuple[int | None, int], ...]:
+        """Window and number of columns of each page table."""
+        full = ((None, self.table_width),) if self.table_width else ()
+        return (*full, *self.windows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Passes:
     Args:
         model: the model; its arrays become ``state``, an argument of every pass.
         shapes: shapes to compile for.
+        draft: a draft model, whose arrays follow those of the model in ``state``; None if there is none.
         implementation: implementation of the attention ops; None for the environment variable's value at this time,
             else the default choice.
         wrap: function that is applied to every pass before it is compiled.
@@ -84,13 +94,22 @@ class Passes:
         model: CausalLM,
         shapes: Shapes,
         *,
+        draft: CausalLM | None = None,
         implementation: Order = None,
         wrap: Callable[[Pass], Pass] = lambda inner: inner,
     ):
-        layout = {"page_size": shapes.page_size, "max_len": shapes.max_len}
         self.shapes, self.dtype, self._wrap = shapes, model.dtype, wrap
-        self.functions, self.state = self.functions_class.of(model, **layout, implementation=implementation)
-        self.sizes = {"W": shapes.table_width, "dim": model.hidden_size}
+        facts = {"page_size": shapes.page_size, "max_len": shapes.max_len, "tables": shapes.tables}
+        facts |= {"implementation": implementation}
+        self.functions, self.state = self.functions_class.of(model, first=0, prefix="", **facts)
+        self.draft_functions = None
+        if draft is not None:
+            first = len(self.state)
+            self.draft_functions, arrays = self.functions_class.of(draft, first=first, prefix=DRAFT, **facts)
+            self.state = (*self.state, *arrays)
+        columns = sum(width for _, width in shapes.tables)
+        self.sizes = {"W": columns, "windows": len(shapes.windows), "dim": model.hidden_size}
+        self.tables = ("page_table", *(("kv_offsets",) if shapes.windows else ()))
 
     def replacement(self, model_or_state: Any) -> tuple[Any, tuple[Any, ...]]:
         """Checks another model's arrays; returns that model, and its arrays as a value for ``state``.
@@ -105,14 +124,15 @@ class Passes:
         if not isinstance(state, nnx.State):
             raise ValueError(f"model_or_state is a {type(state).__name__}, must be a model or an nnx.State")
         # Compare with ``state``, not with the original model, whose parameters may have been replaced since.
-        held = jax.tree.unflatten(self.functions.structure, self.state[: self.functions.structure.num_leaves])
+        held = jax.tree.unflatten(self.functions.structure, self.functions.own(self.state))
         old, new = (dict(nnx.to_flat_state(s)) for s in (held, state))
         for path in [*old, *new]:
             _check_parameter(".".join(map(str, path)), old.get(path), new.get(path))
         if graphdef != self.functions.graphdef:
             raise ValueError("model_or_state is built otherwise than the engine's model: its config must be the same")
         leaves = jax.device_put(jax.tree.leaves(state), [leaf.sharding for leaf in jax.tree.leaves(held)])
-        return nnx.merge(graphdef, jax.tree.unflatten(self.functions.structure, leaves)), tuple(leaves)
+        model = nnx.merge(graphdef, jax.tree.unflatten(self.functions.structure, leaves))
+        return model, (*leaves, *self.state[len(leaves) :])
 
     @functools.cached_property
     def prefill(self) -> Buckets:
@@ -127,11 +147,11 @@ class Passes:
     @functools.cached_property
     def decode(self) -> Buckets:
         """One token per active request."""
-        inputs = ("page_table", "lens", "active", "tokens", *SAMPLING)
+        inputs = (*self.tables, "lens", "active", "tokens", *SAMPLING)
         return self.buckets("decode", Method(self.functions, "decode"), inputs)
 
     def _prompt(self, mode: str) -> Buckets:
-        inputs = ("page_table", "seq_lens", "q_lens", "prompt_tokens", *SAMPLING)
+        inputs = (*self.tables, "seq_lens", "q_lens", "prompt_tokens", *SAMPLING)
         return self.buckets(mode, Method(self.functions, "prompt", (mode,)), inputs, prompts=True, given=SAMPLING)
 
     def buckets(
@@ -152,7 +172,8 @@ class Passes:
         shapes = self.shapes
         ladder = [{"B": batch} for batch in shapes.batches]
         if prompts:
-            ladder = [{"B": b, "T": t} for b in shapes.prompt_batches or shapes.batches for t in shapes.prompt_rows]
+            rows = shapes.prompt_rows if any("T" in FIELDS[name].axes.split() for name in inputs) else (0,)
+            ladder = [{"B": b, "T": t} for b in shapes.prompt_batches or shapes.batches for t in rows]
         rungs = [structs(made.inputs, {**made.sizes, **rung}, self.dtype) for rung in ladder]
         return self.buckets_class(name, jitted, rungs)
 

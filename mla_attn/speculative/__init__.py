@@ -1,6 +1,7 @@
 """Speculative decoding: draft trees, and acceptance of drafts by the target model."""
 
 from mla_attn.speculative.acceptance import Acceptance, accept_greedy, accept_sampled
+from mla_attn.speculative.ngrams import ngram_drafts
 from mla_attn.speculative.tree import (
     DraftTree,
     PrunedTree,
@@ -19,6 +20,7 @@ __all__ = [
     "accept_sampled",
     "accept_tree",
     "mask_of_parents",
+    "ngram_drafts",
     "path_moves",
     "prune",
     "top_drafts",

@@ -180,14 +180,16 @@ def test_requests_end_at_the_models_end_tokens(engine, monkeypatch, kind):
 def test_sizes_by_the_memory_that_is_free(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     model = small_model()
-    each = sizes.page_bytes(model, 4)
+    each = sizes.page_bytes(model.cache_groups, 4)
     assert each == sum(leaf.nbytes for leaf in jax.tree.leaves(model.create_pools(num_pages=1, page_size=4)))
     free = [40 * each]
     monkeypatch.setattr(sizes, "free_bytes", lambda: free[0])
 
     def chosen(num_pages=None, max_len=None, memory_fraction=None):
-        facts = {"page_size": 4, "max_batch": 2, "memory_fraction": memory_fraction}
-        return sizes.choose_sizes(model, num_pages=num_pages, max_len=max_len, **facts)
+        limits = dataclasses.replace(small_engine()._limits, max_batch=2, max_len=model.max_position_embeddings)
+        facts = {"page_size": 4, "memory_fraction": memory_fraction}
+        cache, limits = sizes.choose_sizes(model.cache_groups, limits, num_pages=num_pages, max_len=max_len, **facts)
+        return cache.num_pages, limits.max_len
 
     assert chosen(num_pages=7) == (7, 28) and chosen(num_pages=7, max_len=5) == (7, 5)
     assert chosen() == (10, 40) and chosen(max_len=8) == (4, 8) and chosen(memory_fraction=0.5) == (20, 80)
@@ -207,6 +209,6 @@ def test_sizes_by_the_memory_that_is_free(monkeypatch, caplog):
 
 
 def test_an_engine_without_sizes(monkeypatch):
-    monkeypatch.setattr(sizes, "free_bytes", lambda: 72 * sizes.page_bytes(small_model(), 4))
+    monkeypatch.setattr(sizes, "free_bytes", lambda: 72 * sizes.page_bytes(small_model().cache_groups, 4))
     engine = small_engine(num_pages=None, max_len=None)
     assert (engine.max_len, engine._cache.num_pages) == (72, 18)

@@ -17,6 +17,7 @@ from mla_attn.engine import Engine
 from mla_attn.metadata import row_owners
 from mla_attn.models import CausalLM
 from mla_attn.passes import FIELDS, KEPT, Functions, Passes
+from mla_attn.passes.functions import of_rows
 
 POOL_TOKENS = 2048  # one size for all runs: those with the same shapes compile the same programs
 
@@ -92,12 +93,12 @@ class _RecordedFunctions(Functions):
 
     def run(self, model, tokens, pools, m, **options):
         hidden, pools = super().run(model, tokens, pools, m, **options)
-        self._note(tokens, m, model.logits(hidden))
+        self._note(tokens, of_rows(m), model.logits(hidden))
         return hidden, pools
 
     def run_draft(self, model, hidden, tokens, pools, m, **options):
         hidden, pools = super().run_draft(model, hidden, tokens, pools, m, **options)
-        self._note(tokens, m, model.draft_logits(hidden))
+        self._note(tokens, of_rows(m), model.draft_logits(hidden))
         return hidden, pools
 
     def _note(self, tokens, m, logits):

@@ -13,9 +13,6 @@ from mla_attn.passes import Functions, Passes
 class _SimulatedFunctions(Functions):
     """Passes whose state is the model's arrays and the acceptance probability."""
 
-    def model(self, state):
-        return super().model(state[:-1])
-
     def targets(self, state, logits, positions, x, tree):
         targets, drafts = super().targets(state, logits, positions, x, tree), x["drafts"]
         parents = tree.parents.tolist()
@@ -36,11 +33,12 @@ class _SimulatedPasses(Passes):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
+        self._num_weights = len(self.state)
         self.simulate(0.0)
 
     def simulate(self, acceptance: float) -> None:
-        weights = self.state[: self.functions.structure.num_leaves]
-        self.state = (*weights, jnp.float32(acceptance))  # on the device, so that no call copies it there
+        # The probability is on the device, so that no call copies it there.
+        self.state = (*self.state[: self._num_weights], jnp.float32(acceptance))
 
 
 class SimulatedEngine(Engine):

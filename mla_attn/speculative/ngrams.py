@@ -1,0 +1,55 @@
+"""Drafts from the request's own text, without a model: what followed its last tokens when they stood there before."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from mla_attn.checks import as_int32, check_integer
+from mla_attn.speculative.tree import DraftTree
+
+
+def ngram_drafts(text: Int[Array, "B L"], lens: Int[Array, "B"], tree: DraftTree, *, n: int) -> Int[Array, "B nodes"]:
+    """Drafts a tree by prompt lookup (vLLM's and sglang's "ngram" speculation): each node's children are the tokens
+    that stood in the text after the node's last tokens, those after the longest match first.
+
+    Up to ``n`` tokens are matched; of equally long matches the latest wins. Children of a node differ.
+
+    Args:
+        text: tokens of each request, not negative, the anchor last; past its length anything.
+        lens: tokens of each request.
+        tree: shape of the tree.
+        n: most tokens to match, at least 1.
+
+    Returns:
+        Tokens of all nodes but the anchor; -1 where nothing matches, and after such a node.
+    """
+    text, lens, n = as_int32("text", text), as_int32("lens", lens), check_integer("n", n, 1)
+    at = lens[:, None] - n + jnp.arange(n, dtype=jnp.int32)
+    last = jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1, mode="clip")
+    suffixes = jnp.where(at >= 0, last, -1)[:, None]  # [B, nodes of the level, n]: what -1 stands in matches nothing
+    drafts = []
+    for width in tree.widths:
+        children = _followers(text, lens, suffixes, width)
+        drafts.append(children.reshape(text.shape[0], -1))
+        before = jnp.repeat(suffixes[:, :, 1:], width, axis=1)
+        suffixes = jnp.concatenate([before, drafts[-1][:, :, None]], axis=2)
+    return jnp.concatenate(drafts, axis=1)
+
+
+def _followers(text, lens, suffixes, width: int):
+    """The ``width`` tokens that followed the longest matches of each suffix, [B, nodes, width]."""
+    room, n = text.shape[1], suffixes.shape[2]
+    place = jnp.arange(room, dtype=jnp.int32)
+    matched, run = True, 0
+    for k in range(n):  # tokens back from the one that follows
+        before = jnp.pad(text, ((0, 0), (k + 1, 0)), constant_values=-2)[:, :room]
+        matched &= before[:, None] == suffixes[:, :, n - 1 - k, None]
+        run += matched
+    there = (run > 0) & (place < lens[:, None, None])
+    score = jnp.where(there, run * room + place, -1)
+    children = []
+    for _ in range(width):
+        best = score.argmax(axis=2)
+        token = jnp.where(score.max(axis=2) >= 0, jnp.take_along_axis(text, best, axis=1), -1)
+        children.append(token)
+        score = jnp.where(text[:, None] == token[:, :, None], -1, score)
+    return jnp.stack(children, axis=2).astype(jnp.int32)
