@@ -4,6 +4,7 @@ import argparse
 import collections
 import functools
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -220,6 +221,14 @@ def test_help_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(("line", "lists"), [([], "generate"), (["bench"], "serve")])
+def test_without_a_command_the_help_is_printed(line, lists, nothing_imported, capsys):
+    assert cli.main(line) == 2
+    out, err = capsys.readouterr()
+    assert (out, f"\n    {lists} " in err) == ("", True)
+    assert err.endswith((f"{lists}, demo, bench, supports\n", f"{lists}, host\n"))
+
+
 def test_names_that_are_written_out_are_those_there_are():
     assert set(DTYPES) <= set(FORMATS)
     assert set(IMPLEMENTATIONS) == {implementation.name for implementation in mla.IMPLEMENTATIONS} <= set(NAMES)
@@ -235,14 +244,21 @@ def test_version(capsys):
 
 
 def started(*arguments, **rest):
-    return subprocess.Popen(
-        [sys.executable, "-m", "mla_attn.cli", *arguments], stderr=subprocess.PIPE, text=True, **rest
-    )
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, which children inherit
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mla_attn.cli", *arguments], stderr=subprocess.PIPE, text=True, **rest
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_an_interrupt_ends_it_at_once_and_without_a_word():
     child = started("supports", stdout=subprocess.DEVNULL)
-    time.sleep(0.5)  # in the middle of imports
+    maps = pathlib.Path(f"/proc/{child.pid}/maps")
+    while maps.exists() and b"jaxlib" not in maps.read_bytes():  # until it is in the middle of imports
+        time.sleep(0.01)
+    time.sleep(0.0 if maps.exists() else 0.5)
     child.send_signal(signal.SIGINT)
     begin = time.monotonic()
     assert (child.communicate()[1], child.returncode) == ("", -signal.SIGINT)  # 130, says a shell

@@ -38,7 +38,7 @@ def make_parser() -> Parser:
     """The parser of all commands. It sets ``run`` to a module's name, and ``check`` to a function of the options."""
     parser = Parser(prog="mla-attn", description="Paged multi-head latent attention in JAX.")
     parser.add_argument("--version", action=_Version, help="print the version and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_commands("COMMAND")
 
     _generate(commands.add_parser("generate", help="generate text from a DeepSeek checkpoint"))
     demo = commands.add_parser("demo", help="generate plain, then speculatively, and compare")
@@ -46,7 +46,7 @@ def make_parser() -> Parser:
     _runs(demo, "mla_attn.cli.demo")
 
     bench = commands.add_parser("bench", help="time attention ops, whole models or the engine")
-    kinds = bench.add_subparsers(required=True, metavar="KIND")
+    kinds = bench.add_commands("KIND")
     _bench_ops(kinds.add_parser("ops", help="check and time attention implementations, call by call"))
     _bench_roofline(kinds.add_parser("roofline", help="draw the picture of a report of `bench ops`"))
     _bench_model(kinds.add_parser("model", help="time decode steps of a whole model of random weights"))

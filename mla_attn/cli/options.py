@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,6 +43,18 @@ class Parser(argparse.ArgumentParser):
             if value == []:  # Python 3.12 parses "--option=--" to this
                 self.error(f"argument --{name.replace('_', '-')}: expected one argument")
         return options
+
+    def add_commands(self, metavar: str) -> Any:
+        """Commands, one of which must be named; without one ``check`` of the options prints the help, to stderr, and
+        raises."""
+
+        def check(options: argparse.Namespace) -> NoReturn:
+            self.print_help(sys.stderr)
+            raise ValueError(f"no {metavar}: must be one of {', '.join(commands.choices)}")
+
+        commands = self.add_subparsers(metavar=metavar)
+        self.set_defaults(run=None, check=check)
+        return commands
 
     def add(self, flag: str, kind: Kind, **rest: Any) -> None:
         """Adds an argument of a kind, which messages call ``flag``."""
