@@ -112,9 +112,9 @@ def kernel_seconds(run, calls: int) -> dict[str, tuple[float, float]]:
     Raises:
         ProfileError: the profile has no kernels, or not a whole number per call; the message lists what it has.
     """
-    kernels, seen = _profile(run)
+    kernels, lines = _profile(run)
     if not kernels or len(kernels) % calls:
-        raise ProfileError(f"{len(kernels)} kernels for {calls} calls on these lines: {seen}")
+        raise ProfileError(f"{len(kernels)} kernels for {calls} calls on these lines: {lines}")
     times = collections.defaultdict(list)
     for name, _, duration in kernels:
         times[name].append(duration * 1e-9)
@@ -143,10 +143,10 @@ def occupancy(run) -> Occupancy:
     Raises:
         ProfileError: the profile has no kernels; the message lists what it has.
     """
-    found, seen = _profile(run)
-    kernels = sorted((begin, begin + length) for name, begin, length in found if name not in _HOST_COPIES)
+    events, lines = _profile(run)
+    kernels = sorted((begin, begin + length) for name, begin, length in events if name not in _HOST_COPIES)
     if not kernels:
-        raise ProfileError(f"no kernels on these lines: {seen}")
+        raise ProfileError(f"no kernels on these lines: {lines}")
     busy = waited = 0.0
     end = start = kernels[0][0]
     for begin, until in kernels:  # kernels of several streams may overlap

@@ -48,20 +48,20 @@ def merge_states(
         check_type("sinks", sinks, jnp.floating)
 
     lses = [lse.astype(jnp.float32) for lse in lses]
-    top = lses[0]
+    max_lse = lses[0]
     for lse in lses[1:]:
-        top = jnp.maximum(top, lse)
-    shift = jnp.where(jnp.isneginf(top), 0.0, top)  # if all are empty, -inf - -inf would be NaN
-    weights = [jnp.exp(lse - shift) for lse in lses]
-    total = sum(weights, jnp.zeros_like(shift))
-    filled = total != 0  # true for NaN, which must be kept
-    total = jnp.where(filled, total, 1.0)
-    lse = jnp.where(filled, shift + jnp.log(total), -jnp.inf)
+        max_lse = jnp.maximum(max_lse, lse)
+    shift = jnp.where(jnp.isneginf(max_lse), 0.0, max_lse)  # if all are empty, -inf - -inf would be NaN
+    exps = [jnp.exp(lse - shift) for lse in lses]
+    sum_exp = sum(exps, jnp.zeros_like(shift))
+    filled = sum_exp != 0  # true for NaN, which must be kept
+    sum_exp = jnp.where(filled, sum_exp, 1.0)
+    lse = jnp.where(filled, shift + jnp.log(sum_exp), -jnp.inf)
     # This is exp(lse) / (exp(lse) + exp(sink)).
     kept = 1.0 if sinks is None else jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None])
     merged = jnp.full(outs[0].shape, -0.0, jnp.float32)  # the identity of addition: 0.0 would turn -0.0 into 0.0
-    for out, weight in zip(outs, weights, strict=True):
-        share = (weight / total * kept)[..., None]  # not exp(part - lse): a large lse is rounded more than its parts
+    for out, exp in zip(outs, exps, strict=True):
+        share = (exp / sum_exp * kept)[..., None]  # not exp(part - lse): a large lse is rounded more than its parts
         used = share != 0
         # Masked before the product too, because the derivative of `share` multiplies by it, and 0 * NaN is NaN.
         part = jnp.where(used, out.astype(jnp.float32), 0.0)

@@ -170,8 +170,8 @@ def test_replay_measures_from_the_arrival(monkeypatch):
 
 def test_percentiles_are_those_of_numpy():
     drawn = np.random.default_rng(0).exponential(size=41)
-    records = [Record(arrival=i, prompt_tokens=1, asked=2, first=i + x) for i, x in enumerate(drawn.tolist())]
-    records.insert(5, Record(arrival=0.0, prompt_tokens=1, asked=2))  # got nothing
+    records = [Record(arrival=i, prompt_tokens=1, max_new_tokens=2, first=i + x) for i, x in enumerate(drawn.tolist())]
+    records.insert(5, Record(arrival=0.0, prompt_tokens=1, max_new_tokens=2))  # got nothing
     found = percentiles([record.time_to_first_token for record in records])
     assert list(found) == ["p50", "p90", "p99"]
     np.testing.assert_allclose(list(found.values()), np.percentile(drawn, [50, 90, 99]))
@@ -179,7 +179,7 @@ def test_percentiles_are_those_of_numpy():
 
 
 def test_a_request_cut_short_is_not_served():
-    record = Record(arrival=0.0, prompt_tokens=1, asked=3)
+    record = Record(arrival=0.0, prompt_tokens=1, max_new_tokens=3)
     record.add(Output(0, [5, 6]), 0.1)
     record.add(Output(0, [], "cancelled"), 0.2)
     assert not record.served and record.last == 0.1
@@ -206,7 +206,7 @@ def test_requests_are_served(monkeypatch, tmp_path_factory, tmp_path, capsys):
     asked = make_trace(load, vocab_size=model.vocab_size, max_len=64)
     for record, request in zip(found["records"], asked, strict=True):
         assert (record["arrival"], record["prompt_tokens"]) == (request.arrival, len(request.prompt))
-        assert record["asked"] == record["new_tokens"] == record["outputs"] == request.new_tokens
+        assert record["max_new_tokens"] == record["new_tokens"] == record["outputs"] == request.new_tokens
         assert request.arrival < record["first"] <= record["last"] <= found["summary"]["duration"]
     summary, configuration = found["summary"], found["configuration"]
     assert (summary["served"], summary["compiles_after_warm_up"], summary["preemptions"]) == (7, 0, 0)

@@ -30,10 +30,10 @@ def dense_gather(q_latent, q_rope, pool, metadata, spec, *, layer):
         "preferred_element_type": jnp.float32,
     }
     scores = jnp.where(visible, spec.scale * jnp.einsum("bshc,bmc->bshm", q, rows, **options), -jnp.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
+    m = scores.max(axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
+    l = p.sum(axis=-1, keepdims=True)
     values = rows[..., : spec.kv_lora_rank]
-    out = jnp.einsum("bshm,bmr->bshr", weights.astype(rows.dtype), values, **options) / total
-    lse = (top + jnp.log(total))[..., 0]
+    out = jnp.einsum("bshm,bmr->bshr", p.astype(rows.dtype), values, **options) / l
+    lse = (m + jnp.log(l))[..., 0]
     return out.reshape(q_latent.shape).astype(q_latent.dtype), lse.reshape(q_latent.shape[:2])

@@ -131,14 +131,14 @@ def expected(problem: Problem, layer: int) -> Expected:
     return Expected(rows, out, lse, v_max)
 
 
-def errors(got: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
+def errors(outputs: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
     """The largest errors over rows and heads of ``(out, lse)``, divided by their tolerances: above 1 is wrong.
 
     The tolerances, for bfloat16 (float16, float32): largest error of a row ``2**-8 (2**-11, 1e-5) * (|v| max + |out|
     max)``, relative L2 error ``4e-3``, one minus the cosine ``5e-6`` (both scaled alike), error of the lse ``1e-5 +
     1e-5 * |lse|``.
     """
-    out, lse = (np.asarray(x[expected.rows]).astype(np.float64) for x in got)
+    out, lse = (np.asarray(x[expected.rows]).astype(np.float64) for x in outputs)
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-5}[jnp.dtype(dtype).name]
     ratio = unit / 2.0**-8
     size, error = np.linalg.norm(expected.out, axis=-1), np.abs(out - expected.out)

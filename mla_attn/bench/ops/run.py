@@ -205,10 +205,10 @@ def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> 
     compiled = jax.jit(call).lower(*arguments, last_layer).compile()
     if (memory := compiled.memory_analysis()) is not None:
         result.temp_bytes = memory.temp_size_in_bytes
-    got = jax.block_until_ready(compiled(*arguments, last_layer))
-    if not all(bool(jnp.isfinite(x).all()) for x in got):
+    outputs = jax.block_until_ready(compiled(*arguments, last_layer))
+    if not all(bool(jnp.isfinite(x).all()) for x in outputs):
         raise _WrongError("NaN or infinity in the result")
-    result.errors = shares = errors(got, want, problem.pool.dtype)
+    result.errors = shares = errors(outputs, want, problem.pool.dtype)
     if max(shares.values()) > 1:
         raise _WrongError(", ".join(f"{n} error {s:.3g} x its tolerance" for n, s in shares.items() if s > 1))
     once = min(timing.seconds_per_call(compiled, (*arguments, last_layer)) for _ in range(2))

@@ -24,7 +24,7 @@ class Record:
     Attributes:
         arrival: arrival in the trace, so that the time until it is added to the engine counts as waiting.
         prompt_tokens: tokens of its prompt.
-        asked: tokens to generate.
+        max_new_tokens: tokens to generate.
         new_tokens: tokens received.
         outputs: number of ``Output`` objects with tokens.
         first: time of the first token.
@@ -34,7 +34,7 @@ class Record:
 
     arrival: float
     prompt_tokens: int
-    asked: int
+    max_new_tokens: int
     new_tokens: int = 0
     outputs: int = 0
     first: float | None = None
@@ -44,7 +44,7 @@ class Record:
     @property
     def served(self) -> bool:
         """Whether it received all tokens."""
-        return self.new_tokens == self.asked
+        return self.new_tokens == self.max_new_tokens
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -174,14 +174,14 @@ def watch(engine: Engine, load: Load, params: SamplingParams) -> dict[str, int |
     while (before := engine.statistics).waiting > len(ids) // 2:
         engine.step()
     try:
-        seen = timing.occupancy(lambda: [engine.step() for _ in range(_PROFILED_STEPS)])
+        profile = timing.occupancy(lambda: [engine.step() for _ in range(_PROFILED_STEPS)])
         steps = engine.statistics.steps - before.steps
     finally:
         for name in ids:
             engine.cancel(name)
         list(engine.run())
-    shares = {"busy": seen.busy / seen.span, "waited": seen.waited / seen.span}
-    return {"steps": steps, "step_time": seen.span / max(steps, 1), **shares}
+    shares = {"busy": profile.busy / profile.span, "waited": profile.waited / profile.span}
+    return {"steps": steps, "step_time": profile.span / max(steps, 1), **shares}
 
 
 def _twice_the_batch(engine: Engine, load: Load, new_tokens: int) -> tuple[Request, ...]:
