@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 
 import pytest
 
@@ -34,6 +36,61 @@ def test_streams(engine, caplog):
     collect(engine.run())
     assert engine.statistics.cancelled == before + 2
     assert not caplog.records  # of a callback into a loop that is gone
+
+
+async def read_all(stream):
+    return [token async for output in stream for token in output.tokens]
+
+
+async def read_one(engine, params):
+    return await read_all(engine.stream([4, 2], params))
+
+
+def with_asyncio_run(main):
+    """Ctrl-C cancels the task that runs."""
+    asyncio.run(main)
+
+
+def with_a_loop(main):
+    """Ctrl-C is raised in the loop, wherever it is."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(main)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.close()
+
+
+@pytest.mark.parametrize("run", [with_asyncio_run, with_a_loop])
+def test_ctrl_c_is_raised_once_and_the_engine_goes_on(engine, run):
+    """While the engine's thread is in a step. What streams waited for is cancelled; what was added otherwise goes on,
+    and so do later streams."""
+    params, beside = SamplingParams(max_new_tokens=40), []
+    wanted = serve(engine, [4, 2], max_new_tokens=40)
+
+    def interrupt(output):
+        if not beside:
+            os.kill(os.getpid(), signal.SIGINT)
+        beside.extend(output.tokens)
+
+    async def main():
+        engine.add_request([4, 2], params, on_output=interrupt)
+        await asyncio.gather(*(read_all(engine.stream([4, 2], params)) for _ in range(2)))
+
+    before, handler = engine.statistics, signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(main())
+    finally:
+        signal.signal(signal.SIGINT, handler)  # which ignores it where a shell started the tests in the background
+    collect(engine.run())
+    after = engine.statistics
+    assert (after.cancelled, after.faults) == (before.cancelled + 2, before.faults)
+    assert beside == wanted
+    assert asyncio.run(read_one(engine, params)) == wanted
 
 
 def test_a_stream_raises_that_the_engine_cannot_go_on(monkeypatch):
