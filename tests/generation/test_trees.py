@@ -9,7 +9,6 @@ import pytest
 
 from checkpoints import V3
 from mla_attn import generation
-from mla_attn.buckets import Buckets
 from mla_attn.engine import Engine, launching
 from mla_attn.models import load_checkpoint
 from mla_attn.passes import DraftPasses, Passes, Shapes
@@ -22,18 +21,8 @@ ROOM = 76  # new tokens and drafts together: programs of different trees that ca
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compiles(tmp_path_factory):
-    """Programs are compiled quickly and kept: compiling is most of the time."""
-
-    def compile_quickly(self, index, state, pool):
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pool))
-        program = self._jitted.lower(*shapes, self._rungs[index]).compile({"xla_backend_optimization_level": 0})
-        self._programs[index] = program
-        return program
-
-    with pytest.MonkeyPatch.context() as patch, programs_kept(tmp_path_factory.getbasetemp() / "programs"):
-        if jax.default_backend() == "cpu":
-            patch.setattr(Buckets, "compile", compile_quickly)
+def programs(tmp_path_factory):
+    with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
         yield
 
 

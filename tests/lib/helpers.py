@@ -13,7 +13,7 @@ from mla_attn.metadata import AttentionMetadata
 from mla_attn.specs import GQASpec, MLASpec
 
 # Compiler options of tests that promise bits, compiled as users' programs are; conftest.py has others compiled quickly.
-OPTIMIZED = {"xla_backend_optimization_level": 3}
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_backend_extra_options": ""}
 
 
 @dataclasses.dataclass(frozen=True)
