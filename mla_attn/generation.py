@@ -1,4 +1,4 @@
-"""Greedy generation for one batch of prompts, plain or speculative: a batch that the engine runs from begin to end."""
+"""Greedy generation for one batch of prompts, plain or speculative, on an engine of its own."""
 
 import dataclasses
 import time
@@ -20,21 +20,21 @@ OnTokens = Callable[[int, list[int]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What a generation took.
+    """Counts and times of a generation.
 
     Attributes:
         prompt_tokens: tokens of all prompts.
-        new_tokens: tokens generated, all requests together.
-        target_steps: passes of the target model after the prompts: decode or verify calls.
-        acceptance_length: tokens emitted per request and verify step, the correction or bonus included (1 to K + 1; the
-            token that follows the prompt is not counted, nor are tokens past a stop or the length limit); None without
-            speculation or before the first verify step.
-        warm_up_seconds: compiling, before the first prompt token.
-        prefill_seconds: from the first prompt token to the first new one.
-        decode_seconds: from then to the end.
+        new_tokens: generated tokens of all requests.
+        target_steps: decode or verify passes of the target model after the prompts.
+        acceptance_length: mean tokens emitted per request and verify pass, including the correction or bonus token (1
+            to K + 1), excluding the token after the prompt and tokens past a stop or the length limit; None without
+            speculation or before the first verify pass.
+        warm_up_seconds: time to compile, before the first prompt token.
+        prefill_seconds: time from the first prompt token to the first new token.
+        decode_seconds: time from then to the end.
         tokens_per_second: new tokens over prefill and decode seconds.
         programs: programs compiled ahead of time.
-        compiles_after_warm_up: programs XLA compiled after that; 0 unless something is wrong.
+        compiles_after_warm_up: programs that XLA compiled after that; 0 unless something is wrong.
     """
 
     prompt_tokens: int
@@ -51,7 +51,7 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """New tokens of each prompt, in order, and statistics. A stop or end token ends a request and is its last token."""
+    """The new tokens of each prompt, in order, and statistics. A stop or end token is the last token of its request."""
 
     tokens: list[list[int]]
     statistics: Statistics
@@ -74,29 +74,29 @@ def generate(
     on_tokens: OnTokens | None = None,
     progress: bool = False,
 ) -> Generation:
-    """Generate greedily for all ``prompts`` as one batch.
+    """Generates greedily for all ``prompts`` as one batch.
 
     Args:
         model: a loaded checkpoint.
-        prompts: token ids of each prompt, at least one each; used as they are.
+        prompts: token ids of each prompt, at least one each, used unchanged.
         max_new_tokens: most tokens to generate per prompt.
         num_drafts: drafts K per verify step, one after the other; 0 decodes one token at a time.
-        tree: drafts as a tree instead.
-        draft: who drafts, with ``num_drafts`` or ``tree``: a ``DraftModel`` or ``NgramDrafts``; None for the model's
-            MTP layer.
+        tree: draft tree, instead of ``num_drafts``.
+        draft: drafter for ``num_drafts`` or ``tree``: a ``DraftModel`` or ``NgramDrafts``; None for the model's MTP
+            layer.
         page_size: tokens per cache page.
-        prefill_chunk: prompt tokens per request and pass; None takes whole prompts.
-        stop_token_ids: ids that end a request, beside the model's ``eos_token_ids``.
-        ignore_eos: go on after one of the model's ``eos_token_ids``.
-        implementation: of the attention ops; None picks.
-        on_tokens: called with a prompt's index and its next tokens as they come.
-        progress: show a progress bar while compiling.
+        prefill_chunk: prompt tokens per request and pass; None for whole prompts.
+        stop_token_ids: ids that end a request, in addition to the model's ``eos_token_ids``.
+        ignore_eos: whether to continue after one of the model's ``eos_token_ids``.
+        implementation: attention implementation; None for the default choice.
+        on_tokens: function called with a prompt's index and its next tokens whenever there are some.
+        progress: whether to show a progress bar while compiling.
 
     Raises:
-        ValueError: a size that is no integer or too small, an empty prompt, an id outside the vocabulary, more tokens
-            than the model's positions, or drafts of a model that cannot draft.
-        TypeError: an argument that there is not; the message names the one that was meant.
-        FloatingPointError: logits that are not all finite.
+        ValueError: a size is not an integer or too small, a prompt is empty or has an id outside the vocabulary or more
+            tokens than the model's positions, or the model cannot draft.
+        TypeError: an unknown argument; the message suggests a name.
+        FloatingPointError: logits are not all finite.
     """
     if not prompts:
         raise ValueError("prompts is empty, must hold at least one prompt")
@@ -150,14 +150,14 @@ def generate(
 
 
 def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation) -> Engine:
-    """An engine that computes all prompts side by side, chunk by chunk, and then all new tokens, with pages for all."""
+    """An engine that computes all prompts in parallel, chunk by chunk, then all new tokens, with pages for all."""
     longest, trees = max(map(len, prompts)), () if tree is None else (tree,)
     drafting = draft_limits(draft, trees)
     chunk = longest if prefill_chunk is None else min(prefill_chunk, longest)
-    # Room for the drafts of the last verify step too: their rows are written before they are judged.
+    # Include the drafts of the last verify pass, whose rows are written before they are accepted or rejected.
     drafts = drafting["verify_rows"] - 1 + drafting["rows_ahead"]
     lengths = [min(len(p) + max_new_tokens + drafts, most_positions(model, draft)) for p in prompts]
-    # Every pass over the prompts takes the rows of the first: padding costs less than compiling more programs.
+    # Every pass over prompts has as many rows as the first, because padding costs less than compiling more programs.
     rows, batch = sum(min(len(p), chunk) for p in prompts), ladder(len(prompts))[-1]
     limits = Limits(
         max_batch=batch,

@@ -1,9 +1,9 @@
-"""Continuous batching over the passes: requests in, token streams out.
+"""The engine: continuous batching over the passes of a model.
 
-A step of the engine admits requests, launches a pass over prompts and, for each kind of speculation among the running
-requests, a decode pass or a round of drafting and verifying; then it reads the tokens of the step *before*. So the
-device has work while the host hands out tokens: what a step needs of the one before it is in the requests' state on the
-device. The host plans with what it knows, the most tokens a request can have by now.
+A step admits requests, launches a pass over prompts and, for each kind of speculation among the running requests, a
+decode pass or a round of drafting and verifying; then it reads the tokens of the *previous* step. So the device has
+work while the host processes outputs: the tokens that a step needs from the previous one are in the requests' state on
+the device. The host plans with the largest number of tokens that each request can have by then.
 """
 
 import asyncio
@@ -51,47 +51,47 @@ from mla_attn.text import shown
 class Engine:
     """Serves one model to many requests.
 
-    ``step()`` moves all of them on. Who drives it is up to the caller: a loop, ``run()``, or ``stream()`` under
-    asyncio. ``add_request``, ``cancel`` and ``statistics`` may be called from other threads while a step runs.
+    ``step()`` advances all requests. The caller decides how it is driven: by a loop, by ``run()``, or by ``stream()``
+    under asyncio. ``add_request``, ``cancel`` and ``statistics`` may be called from other threads while a step runs.
 
-    **After a fault.** *Host and device agree, or the request ends with "error".* Whatever a step raises, wherever (a
-    launch, a device error met while waiting, Ctrl-C at any point), nothing that was handed out is lost or repeated, and
-    what was not is undone: the next step drops all launches, makes the cache anew, empty, and computes the running
-    requests again, as after a preemption. A round of drafts counts as one launch. Programs are never compiled again. A
-    request whose launches met ``faults.MAX_FAULTS`` faults since its last token ends with "error". Logits that are not
-    finite end their request with "error", and its pages are not reused. If the cache cannot be made anew, ``step()``,
-    ``add_request`` and ``stream`` raise ``EngineDead`` until a step could.
+    **After a fault.** *Host and device agree, or the request ends with "error".* Whatever a step raises (in a launch,
+    a device error while waiting, Ctrl-C at any point), tokens that were returned are neither lost nor repeated, and
+    unreturned work is undone: the next step drops all launches, allocates an empty cache, and computes the running
+    requests again, as after a preemption. A round of drafts counts as one launch. Nothing is recompiled. A request
+    whose launches met ``faults.MAX_FAULTS`` faults since its last token ends with "error". Logits that are not finite
+    end their request with "error", and its pages are not reused. If the cache cannot be allocated, ``step()``,
+    ``add_request`` and ``stream`` raise ``EngineDead`` until a later step succeeds.
 
-    **Weights.** The engine holds the model's arrays as they were when it was made. A parameter that is replaced in the
-    model later has no effect until ``update_weights(model)``.
+    **Weights.** The engine keeps the model's arrays from its construction. Replacing a parameter of the model has no
+    effect until ``update_weights(model)``.
 
     Args:
         model: a loaded checkpoint.
-        max_batch: most requests running at a time.
+        max_batch: most requests that run at the same time.
         num_pages: pages of the cache. If None, as many as there is room for; on a CPU no more than ``max_batch`` of the
             longest requests need.
         page_size: tokens per page.
-        max_len: most tokens of a request, prompt and new ones together. If None, the model's positions, or what all
-            pages hold if that is less. What was chosen is logged.
-        memory_fraction: of the memory that is free which the cache may take, above 0 and at most 1, if ``num_pages`` is
-            None. If None, 0.9 on a GPU (of what JAX may allocate there), a quarter on a CPU.
-        speculation: draft trees that requests may ask for; each adds programs to compile.
-        prompt_tokens: most prompt tokens computed in one step, all requests together; longer prompts come in parts,
-            with tokens of other requests between them.
-        batches: batch sizes to compile passes for, the largest at least ``max_batch``; powers of two up to it if None.
-        max_waiting: most requests waiting; ``add_request`` refuses more.
-        prefix_cache: whether full pages are found by their content, and kept while there is room.
-        implementation: of the attention ops; None picks.
-        tokenizer: for prompts as text, and texts of ``generate``.
+        max_len: most tokens of a request, prompt and new ones together. None for the model's positions, or the tokens
+            that all pages hold if that is less; the choice is logged.
+        memory_fraction: share of the free memory for the cache, above 0 and at most 1, if ``num_pages`` is None. None
+            for 0.9 on a GPU (of the memory that JAX may allocate), 0.25 on a CPU.
+        speculation: draft trees that requests may use; each adds programs to compile.
+        prompt_tokens: most prompt tokens per step, summed over requests; longer prompts are split into prefill chunks,
+            between which other requests get tokens.
+        batches: batch sizes to compile passes for, the largest at least ``max_batch``; None for powers of two up to it.
+        max_waiting: most waiting requests; ``add_request`` refuses more.
+        prefix_cache: whether full pages are shared by content, and kept while there is room.
+        implementation: attention implementation; None for the default choice.
+        tokenizer: tokenizer for prompts as text, and for texts of ``generate``.
 
     Raises:
         ValueError: a model that is none, a size that is no integer or below 1, ``max_len`` above the model's positions,
             too little memory, trees for a model that cannot draft, or an implementation that does not exist.
-        TypeError: an argument that there is not; the message names the one that was meant.
-        NotImplementedError: the implementation does not support this model here, with the reason.
+        TypeError: an unknown argument; the message suggests a name.
+        NotImplementedError: the implementation does not support this model here; the message has the reason.
     """
 
-    passes_class = Passes  # of which benchmarks make variants
+    passes_class = Passes  # replaced by benchmarks
 
     @with_hints
     def __init__(
@@ -123,7 +123,7 @@ class Engine:
         check_integers("batches", batches)
         if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
-        # Every second power of two: most passes are full, and programs take long to compile.
+        # Every second power of two, because most passes are full and each program takes long to compile.
         rows = ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1]
         batches = tuple(sorted(batches)) if len(batches) else ladder(max_batch)
         self._build(model, limits, cache, speculation, batches, rows, implementation, draft)
@@ -131,15 +131,15 @@ class Engine:
 
     @classmethod
     def from_checkpoint(cls, path: str | os.PathLike, *, dtype: DTypeLike | None = None, **options: Any) -> "Engine":
-        """An engine for a checkpoint folder, with its tokenizer.
+        """Creates an engine for a checkpoint folder, with its tokenizer.
 
         Args:
             path: folder of the checkpoint.
-            dtype: of ``load_checkpoint``: that of the checkpoint if None.
-            options: of the constructor.
+            dtype: ``dtype`` of ``load_checkpoint``; None for that of the checkpoint.
+            options: further arguments of the constructor.
 
         Raises:
-            ValueError: as ``load_checkpoint`` and the constructor. Where the tokenizer cannot be used, prompts as text
+            ValueError: as in ``load_checkpoint`` and the constructor. If the tokenizer cannot be used, prompts as text
                 raise the reason.
         """
         engine = cls(load_checkpoint(path, dtype=dtype), **options)
@@ -152,7 +152,7 @@ class Engine:
 
     @classmethod
     def of(cls, model, limits: Limits, cache: CacheSizes, **rest: Any) -> "Engine":
-        """An engine with limits that its constructor does not offer; ``rest`` as ``_build``."""
+        """Creates an engine with limits that the constructor does not offer; ``rest`` as in ``_build``."""
         engine = cls.__new__(cls)
         engine._build(model, limits, cache, **rest)
         return engine
@@ -194,23 +194,23 @@ class Engine:
         self._draft_steps = {tree: inputs.draft_steps(tree) for tree in self.speculation}
         self._device = self._create_device()
 
-        self._lock = threading.RLock()  # of everything but adding and cancelling
+        self._lock = threading.RLock()  # held by everything except adding and cancelling
         self._adding = threading.Lock()
         self._ids = itertools.count()
-        self._live: dict[int, Request] = {}  # those that have not ended
-        self._new: collections.deque[Request] = collections.deque()  # put in by any thread
+        self._live: dict[int, Request] = {}  # requests that have not ended
+        self._new: collections.deque[Request] = collections.deque()  # added by any thread, not seen by a step yet
         self._cancels: collections.deque[Request] = collections.deque()
         self._unread: collections.deque[Launch] = collections.deque()
         self._outbox = Outbox(self._scheduler, self._live, self._counters)
         self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task] = weakref.WeakKeyDictionary()
-        self._in_doubt = False  # whether host and device may disagree: always while a step runs
-        self._fault: BaseException | None = None  # what left the last step, until it is dealt with
+        self._in_doubt = False  # whether host and device may disagree, as while a step runs
+        self._fault: BaseException | None = None  # exception of the last step, until it is handled
         self._involved: Sequence[Request] = ()  # requests of the launch that is being run or read
-        self._dead: EngineDead | None = None  # why the last step could not make the cache anew
+        self._dead: EngineDead | None = None  # why the last step could not allocate the cache
         self._compiles_at_warm_up = backend_compiles()
 
     def _create_device(self) -> tuple[Any, Any]:
-        """Empty pools of all cache groups, and the states of requests."""
+        """Creates empty pools of all cache groups, and the states of requests."""
         cache, limits = self._cache, self._limits
         pools = all_pools(self.model, self._draft, cache.pages_of, cache.page_size)
         sizes = {"hidden_size": self.model.hidden_size if self._draft is None else 0, "dtype": self.model.dtype}
@@ -218,7 +218,7 @@ class Engine:
         return pools, create_states(limits.max_batch, self.speculation, **sizes)
 
     def warm_up(self, *, progress: bool = True) -> float:
-        """Compile every program ahead of time, with a progress bar; returns the seconds it took.
+        """Compiles every program ahead of time, with a progress bar; returns the seconds it took.
 
         Raises:
             RuntimeError: called from a callback of a step.
@@ -244,56 +244,56 @@ class Engine:
         *,
         progress: bool = True,
     ) -> list[Result]:
-        """Serve prompts from begin to end, in this thread; compiles first what is not compiled yet.
+        """Serves prompts to the end in this thread, after compiling the programs that are not compiled yet.
 
-        Requests that are there already go on beside them; what those get is for the next ``step()`` or ``run()``. If it
+        Other live requests run at the same time; the next ``step()`` or ``run()`` returns their outputs. If this call
         is interrupted, its requests are cancelled.
 
         Args:
-            prompts: of any number, each as ``add_request`` takes it.
-            params: of all prompts, or of each; greedy by default.
-            progress: show bars.
+            prompts: any number of prompts, each as in ``add_request``.
+            params: parameters of all prompts, or a sequence with those of each; greedy by default.
+            progress: whether to show progress bars.
 
         Returns:
-            What each prompt got, in their order. One that failed has ``error``; the others have their tokens.
+            One result per prompt, in order. If a request failed, its result has ``error``.
 
         Raises:
-            ValueError: as ``add_request``, for any of them, before anything is served.
+            ValueError: as in ``add_request``, for any prompt, before any is computed.
             RuntimeError: called from a callback of a step.
-            EngineDead, KeyboardInterrupt: as ``step``.
+            EngineDead, KeyboardInterrupt: as in ``step``.
         """
         return batch.generate(self, prompts, params, progress)
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, on_output: OnOutput | None = None
     ) -> int:
-        """Queue a request.
+        """Adds a request to the queue.
 
         Args:
-            prompt: token ids, at least one, used as they are; or text for the engine's tokenizer.
-            params: how to choose tokens; greedy by default.
-            on_output: called with each ``Output`` of this request, in the thread that steps, while the others wait. If
-                it raises, the request ends with "error"; others go on.
+            prompt: token ids, at least one, used unchanged; or text for the engine's tokenizer.
+            params: sampling parameters; greedy by default.
+            on_output: function called with each ``Output`` of this request, in the thread that steps, which waits for
+                it. If it raises, the request ends with "error"; others are not affected.
 
         Returns:
             An id, unique in this engine.
 
         Raises:
-            ValueError: as ``check_request``.
-            QueueFull: ``max_waiting`` requests wait already.
-            EngineDead: the engine cannot go on.
+            ValueError: as in ``check_request``.
+            QueueFull: ``max_waiting`` requests are waiting already.
+            EngineDead: the engine could not recover from a fault.
         """
         request = self._request(prompt, params, on_output)
         try:
             self._add(request)
             return request.id
-        except BaseException:  # an interrupt: nobody learns its id
+        except BaseException:  # an interrupt: the caller never gets the id
             self._leave(request)
             raise
 
     def _request(self, prompt: Prompt, params: SamplingParams | None, on_output: OnOutput | None) -> Request:
-        """A request that ``_add`` puts in. Its caller has it before, so that an interrupt leaves none that nobody
-        knows."""
+        """Creates a request for ``_add``. These are two methods so that the caller has the request before it is added,
+        and can remove it after an interrupt."""
         params = SamplingParams() if params is None else params
         tokens, ends = self.check_request(prompt, params), self.model.eos_token_ids
         request = Request(next(self._ids), tokens, params, on_output, time.perf_counter(), eos_token_ids=ends)
@@ -306,21 +306,21 @@ class Engine:
                 raise EngineDead(str(self._dead)) from self._dead.__cause__
             if (waiting := len(self._new) + len(self._scheduler.waiting)) >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests wait, at most max_waiting={self.max_waiting} may")
-            self._live[request.id] = request  # first: whoever is new is live
+            self._live[request.id] = request  # first, because new requests must be live
             self._new.append(request)
 
     def _leave(self, request: Request) -> None:
-        """End a request, if it was added, whose outputs nobody wants any more."""
+        """Ends an abandoned request, if it was added; its outputs are dropped."""
         request.on_output = None
         self.cancel(request.id)
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The token ids of a prompt that this engine can serve, however busy it is.
+        """Returns a prompt's token ids, or raises if this engine could not run the request even when idle.
 
         Raises:
-            ValueError: the prompt is empty, no sequence of integers, holds an id outside the vocabulary, or is too long
-                with ``max_new_tokens`` for ``max_len`` or for all pages; it is text, and the engine has no tokenizer;
-                a draft tree the engine was not made with.
+            ValueError: the prompt is empty, not a sequence of integers, has an id outside the vocabulary, or is too
+                long with ``max_new_tokens`` for ``max_len`` or for all pages; it is text and the engine has no
+                tokenizer; or the draft tree is not among ``speculation``.
         """
         check_params(params)
         if isinstance(prompt, str):
@@ -334,7 +334,7 @@ class Engine:
         return self._scheduler.check_request(prompt, params, **sizes)
 
     def cancel(self, request_id: int) -> bool:
-        """End a request at the next step; returns whether it was live."""
+        """Ends a request at the next step; returns whether it was live."""
         request = self._live.get(request_id)
         if request is None:
             return False
@@ -344,12 +344,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether ``step()`` has something to do, or outputs to return."""
+        """Whether ``step()`` has work to do or outputs to return."""
         return bool(self._new or self._live or self._unread or self._outbox.outputs)
 
     @property
     def max_running(self) -> int:
-        """Most requests running at a time from now on: ``max_batch``, or fewer if it is set so."""
+        """Most requests that run at the same time from now on; may be set from 1 to ``max_batch``."""
         return self._scheduler.max_running
 
     @max_running.setter
@@ -360,24 +360,24 @@ class Engine:
     # Steps.
 
     def step(self) -> list[Output]:
-        """Move every request on, and return what is new of all of them. On an idle engine it does nothing.
+        """Advances every request and returns all new outputs. On an idle engine it does nothing.
 
         Raises:
             RuntimeError: called from a callback of a step.
-            EngineDead: the cache could not be made anew after a fault.
-            KeyboardInterrupt, SystemExit: a callback raised it; its request has ended, the engine can go on.
-            BaseException: whatever cuts the step short; the engine can go on, as its docstring says. Outputs that were
-                not returned are those of the next step.
+            EngineDead: the cache could not be allocated after a fault.
+            KeyboardInterrupt, SystemExit: a callback raised it; its request has ended, and the engine can continue.
+            BaseException: any other interruption; the engine can continue (see the class docstring). The next step
+                returns the outputs that were not returned.
         """
         self._advance()
         outbox = self._outbox
-        # Between taking them and returning nothing is called: an interrupt is raised after a call.
+        # No calls between taking the outputs and returning them, because interrupts are raised at calls.
         outputs, outbox.outputs = outbox.outputs, []
         return outputs
 
     def run(self) -> Iterator[Output]:
-        """Step until all requests have ended; yields what is new of all of them. Whoever leaves the iteration early
-        finds the rest in the next ``run()`` or ``step()``."""
+        """Steps until all requests have ended, and yields all new outputs. If the iteration is left early, the next
+        ``run()`` or ``step()`` returns the remaining outputs."""
         outbox = self._outbox
         while self.busy:
             if not outbox.outputs:
@@ -388,14 +388,14 @@ class Engine:
                 yield output
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Output]:
-        """Add a request and return its outputs as they come, driving the engine in a thread while there is work.
+        """Adds a request and returns an async iterator over its outputs; steps run in a thread while there is work.
 
-        To be called where an event loop runs. One task a loop steps for all streams; requests beside them need an
-        ``on_output``. Leaving the iteration early cancels the request, from the next step on. A fault that the engine
-        survives is logged and ends no stream.
+        It must be called while an event loop runs. One task per loop steps for all streams; other requests of the
+        engine then need an ``on_output``. Leaving the iteration early cancels the request at the next step. A fault
+        from which the engine recovers is logged and does not end streams.
 
         Raises:
-            ValueError, QueueFull, EngineDead: as ``add_request``; the last one while iterating too.
+            ValueError, QueueFull, EngineDead: as in ``add_request``; EngineDead also during iteration.
         """
         return streaming.stream(self, prompt, params)
 
@@ -431,40 +431,41 @@ class Engine:
             raise RuntimeError(f"{method}() was called from a callback of step()")
 
     def clear_prefix_cache(self) -> None:
-        """Forget the pages of requests that have ended; what runs keeps its own.
+        """Drops the cached pages of requests that have ended; running requests keep theirs.
 
         Raises:
             RuntimeError: called from a callback of a step.
         """
         with self._lock:
             self._refuse_in_callback("clear_prefix_cache")
-            if not self._in_doubt:  # else the cache is made anew
+            if not self._in_doubt:  # otherwise the next step empties the cache anyway
                 self._in_doubt = True
                 self._scheduler.tables.clear_prefixes()
                 self._in_doubt = False
 
     def update_weights(self, model_or_state: Any) -> None:
-        """Go on with other weights, from the next step on; nothing is compiled.
+        """Replaces the weights from the next step on, without recompilation.
 
-        Tokens that were handed out stay. Running requests are computed again, prompt and tokens so far, with the new
-        weights, as after a preemption; the prefix cache is cleared.
+        Tokens that were returned stay valid. Running requests are computed again, prompt and tokens so far, with the
+        new weights, as after a preemption; the prefix cache is cleared.
 
         Args:
-            model_or_state: a model like the engine's, or the ``nnx.State`` of one. Its arrays are held, not copied.
+            model_or_state: a model like the engine's, or its ``nnx.State``. The arrays are kept, not copied.
 
         Raises:
-            ValueError: other parameters, shapes or dtypes than the engine's model has, by name, or another config.
+            ValueError: a parameter is missing or has another shape or dtype (the message names it), or the config
+                differs.
             RuntimeError: called from a callback of a step.
         """
         with self._lock:
             self._refuse_in_callback("update_weights")
             model, state = self._passes.replacement(model_or_state)
-            self._in_doubt = True  # all that is computed is of the old weights: the next step begins anew
+            self._in_doubt = True  # cached rows are of the old weights, so the next step resets
             self.model, self._passes.state = model, state
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Counts and mean times so far; from another thread it waits for the step that runs."""
+        """Counts and mean times so far; called from another thread, it waits for the running step."""
         with self._lock:
             scheduler = self._scheduler
             return statistics(
@@ -485,7 +486,7 @@ class Engine:
     def _end_cancelled(self) -> None:
         while self._cancels:
             request = self._cancels[0]
-            if request in self._new:  # added and cancelled since new ones were taken
+            if request in self._new:  # added and cancelled since the last ``_take_new``
                 self._take_new()
             if not request.finished:
                 self._outbox.hand_out(request, (), "cancelled")

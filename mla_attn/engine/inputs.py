@@ -1,4 +1,4 @@
-"""Inputs of passes, made on the host from what the scheduler planned."""
+"""The inputs of passes, built on the host from the scheduler's plan."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ HostArrays = dict[str, np.ndarray]
 
 
 def prompt_lengths(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
-    """What all passes over prompt parts take."""
+    """The lengths that all passes over prefill chunks take."""
     return {
         "seq_lens": np.array([part.stop for _, part in parts], np.int32),
         "q_lens": np.array([part.stop - part.start for _, part in parts], np.int32),
@@ -21,16 +21,17 @@ def prompt_lengths(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
 
 
 def prompt_tokens(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
-    """What the target's pass over prompt parts takes: their tokens, and how the next ones are chosen."""
+    """The inputs of the target's pass over prefill chunks: their tokens and the sampling parameters."""
     options = {
         name: np.array([getattr(request.params, name) or 0 for request, _ in parts], FIELDS[name].dtype)
-        for name in SAMPLING  # a greedy request needs no seed
+        for name in SAMPLING  # None only for the seed of a greedy request
     }
     return {"prompt_tokens": np.concatenate([request.tokens[part] for request, part in parts]), **options}
 
 
 def next_tokens(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
-    """What the draft layer's pass takes: the token after each row; -1 after the last: the one that comes of it."""
+    """The inputs of the draft layer's pass: the token after each row; -1 after a prompt's last row, for the sampled
+    token."""
     following = []
     for request, part in parts:
         known = request.tokens[part.start + 1 : min(part.stop + 1, request.num_tokens)]
@@ -39,7 +40,7 @@ def next_tokens(parts: Sequence[tuple[Request, slice]]) -> HostArrays:
 
 
 def texts(parts: Sequence[tuple[Request, slice]], max_len: int) -> HostArrays:
-    """What drafting from n-grams takes: all tokens of each request up to the part's end, cached ones too."""
+    """The inputs of n-gram drafting: all tokens of each request up to the chunk's end, including cached ones."""
     text = np.zeros((len(parts), max_len), np.int32)
     for row, (request, part) in zip(text, parts, strict=True):
         row[: part.stop] = request.tokens[: part.stop]
@@ -47,7 +48,7 @@ def texts(parts: Sequence[tuple[Request, slice]], max_len: int) -> HostArrays:
 
 
 def placed(inputs: HostArrays, batches: Sequence[int]) -> dict[str, jax.Array]:
-    """Padded to the least of ``batches`` that holds them, and on the device for all passes of a round of drafts."""
+    """Pads inputs to the smallest batch size that holds them, and copies them to the device for a round of drafts."""
     requests = len(inputs["slots"])
     rows = next(size for size in batches if size >= requests)
     padded = {name: np.zeros((rows, *array.shape[1:]), array.dtype) for name, array in inputs.items()}
@@ -57,7 +58,7 @@ def placed(inputs: HostArrays, batches: Sequence[int]) -> dict[str, jax.Array]:
 
 
 def draft_steps(tree: DraftTree) -> list[dict[str, jax.Array]]:
-    """What each ``draft_decode`` pass takes besides, on the device for good."""
+    """The inputs of each ``draft_decode`` pass that depend only on the tree; they stay on the device."""
     return [
         jax.device_put({"step": np.int32(step), "num_drafted": np.int32(tree.level_starts[step + 1] - 1)})
         for step in range(tree.depth - 1)

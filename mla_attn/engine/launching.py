@@ -1,4 +1,4 @@
-"""Launches an engine's passes, and reads the tokens they brought. A launch waits for nothing, unless pages run out."""
+"""The launch of an engine's passes, and reading of their tokens. A launch does not block unless pages run out."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def launch(engine: "Engine") -> None:
-    """A pass over prompts, and one for the next tokens of each kind of request."""
+    """Launches a pass over prompts, and one for the next tokens of each kind of request."""
     engine._scheduler.admit()
     if parts := engine._scheduler.next_prompts():
         launch_prompts(engine, parts)
@@ -28,7 +28,7 @@ def launch(engine: "Engine") -> None:
 
 
 def launch_prompts(engine: "Engine", parts: list[tuple[Request, slice]]) -> None:
-    """One pass over parts of prompts, of requests of one kind of speculation."""
+    """Launches a pass over prefill chunks of requests of one kind of speculation."""
     engine._involved = requests = [request for request, _ in parts]
     shared = _shared(engine, requests) | inputs.prompt_lengths(parts)
     bucket = engine._passes.extend if any(part.start for _, part in parts) else engine._passes.prefill
@@ -51,7 +51,7 @@ def launch_prompts(engine: "Engine", parts: list[tuple[Request, slice]]) -> None
 
 
 def launch_tokens(engine: "Engine", kind: DraftTree | None, requests: list[Request]) -> None:
-    """The next tokens of requests of one kind: a decode pass, or drafting and verifying."""
+    """Launches the next tokens of requests of one kind: a decode pass, or drafting and verifying."""
     engine._involved = requests
     shared = _shared(engine, requests) | {"active": np.ones(len(requests), np.int32)}
     if kind is None:
@@ -79,7 +79,7 @@ def _shared(engine: "Engine", requests: list[Request]) -> dict[str, np.ndarray]:
 def _expect(
     engine: "Engine", requests: Sequence[Request], tokens: Any, *, rows: int = 0, stops: tuple[int, ...] = ()
 ) -> None:
-    """Tokens on their way, for a later step to read."""
+    """Records a launch whose tokens a later step will read."""
     tokens.copy_to_host_async()
     engine._unread.append(Launch(engine._counters.launches, list(enumerate(requests)), tokens, rows, stops))
     engine._counters.launches += 1
@@ -87,14 +87,14 @@ def _expect(
 
 
 def read_all(engine: "Engine") -> bool:
-    """Read all launches; whether there were any."""
+    """Reads all launches; returns whether there were any."""
     there = bool(engine._unread)
     read(engine, engine._counters.launches)
     return there
 
 
 def read(engine: "Engine", before: int) -> None:
-    """Wait for what was launched before the launch of that number, and hand out its tokens."""
+    """Waits for all launches with a number below ``before``, and delivers their tokens."""
     while engine._unread and engine._unread[0].number < before:
         launched, begin = engine._unread[0], time.perf_counter()
         engine._involved = [request for _, request in launched.requests]

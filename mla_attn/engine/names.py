@@ -1,4 +1,4 @@
-"""What other serving engines call an argument: a wrong name is answered with the one that was meant."""
+"""Names of arguments in other serving engines, which error messages translate to ours."""
 
 import difflib
 import functools
@@ -31,7 +31,7 @@ _MEANT = {
 
 
 def with_hints[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose TypeError for an argument that it does not have names the one that was meant."""
+    """Wraps a function so that its TypeError for an unknown argument suggests the right name."""
     name = function.__qualname__.removesuffix(".__init__")
     known = [argument for argument in inspect.signature(function).parameters if argument != "self"]
 

@@ -1,7 +1,7 @@
-"""Page tables of all cache groups, kept in step: which request has which pages, and what is found again.
+"""The page tables of all cache groups, which are updated together.
 
-Groups of one window share a page table, and so page ids, an allocator and a prefix cache: those without a window one,
-those of each window another, in which a request holds its last pages alone.
+Groups with equal windows share a page table, and so page ids, an allocator and a prefix cache. Groups without a window
+share one; in a table with a window, a request holds only its last pages.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from mla_attn.models.base import CacheGroup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many requests and tokens run at a time.
+    """The limits of requests and tokens in an engine.
 
     Attributes:
-        max_batch: most requests running.
+        max_batch: most running requests.
         max_len: most tokens of a request, prompt and new ones together.
-        max_waiting: most requests waiting.
-        prompt_tokens: most prompt tokens of a step, all requests together.
+        max_waiting: most waiting requests.
+        prompt_tokens: most prompt tokens of a step, summed over requests.
         prompts_per_pass: most requests in a pass over prompts.
         prompt_chunk: most prompt tokens of a request in a step.
-        verify_rows: most rows of a request in a pass that is not over prompts: 1 without drafts.
-        rows_ahead: rows that a draft model has cached beyond the committed ones: the anchor's.
-        drafts_cached: whether the drafter caches rows of its own, which requests without drafts do not write.
-        whole_prompts: prompts never come in parts, nor begin with cached pages: ``extend`` is not needed.
-        prompts_first: a step that computes prompts does nothing else.
-        overlap: a step reads the tokens of the step before; otherwise its own.
+        verify_rows: most rows of a request in a decode or verify pass; 1 without drafts.
+        rows_ahead: rows that a draft model caches beyond the committed tokens: 1, for the anchor.
+        drafts_cached: whether the drafter caches its own rows, which requests without drafts do not write.
+        whole_prompts: whether prompts are never split and never begin with cached pages, so that ``extend`` is unused.
+        prompts_first: whether a step that computes prompts does nothing else.
+        overlap: whether a step reads the tokens of the previous step; otherwise it reads its own.
     """
 
     max_batch: int
@@ -59,13 +59,13 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSizes:
-    """The paged cache.
+    """The sizes of the paged cache.
 
     Attributes:
-        num_pages: pages in all of the groups without a window; 0 if there is no such group.
+        num_pages: pages of each group without a window; 0 if there is no such group.
         page_size: tokens per page.
-        prefix_cache: whether full pages are found by their content, and kept while there is room.
-        windows: of the other groups each window, and the pages of its groups.
+        prefix_cache: whether full pages are shared by content, and kept while there is room.
+        windows: pairs of a window and the pages of its groups.
     """
 
     num_pages: int
@@ -81,22 +81,22 @@ class CacheSizes:
         return -(-num_tokens // self.page_size)
 
     def pages_of(self, window: int | None) -> int:
-        """Pages of the groups of that window."""
+        """Pages of the groups with this window."""
         return self.num_pages if window is None else dict(self.windows)[window]
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowSizes:
-    """What the groups of one window need.
+    """The pages that the groups with one window need.
 
-    Between what is known to be final, from where a request's window is counted, and the last row of a call lie the rows
-    of that call and those of passes that were not read yet. A request then holds pages of ``window - 1`` tokens and of
-    these rows: ``ceil((window + rows + page_size - 2) / page_size)`` of them.
+    A request's window is counted from its final rows. After them come the rows of passes that were not read yet, and
+    those of the next call. So a request holds pages for ``window - 1`` tokens and for these rows, which are
+    ``ceil((window + rows + page_size - 2) / page_size)`` pages.
 
     Attributes:
-        width: columns of the page table: most pages of a request.
-        steady: pages of a request that computes no prompt.
-        prompts: pages beside these for prompt rows, of all requests together.
+        width: columns of the page table, which is the largest number of pages of a request.
+        steady: pages of a request that does not compute a prompt.
+        prompts: further pages for prompt rows, for all requests together.
     """
 
     width: int
@@ -105,7 +105,7 @@ class WindowSizes:
 
     @classmethod
     def of(cls, window: int, limits: Limits, *, page_size: int, prefix_cache: bool) -> "WindowSizes":
-        """For a window of so many keys, the row's own included."""
+        """The sizes for a window of ``window`` visible keys, the row's own included."""
         unread = 1 + limits.overlap
         steady = unread * (limits.verify_rows + limits.rows_ahead) + prefix_cache * (page_size - 1)
         prompt = unread * limits.prompt_rows
@@ -118,17 +118,17 @@ class WindowSizes:
         return cls(pages(rows), pages(steady), prompts)
 
     def pages_for(self, max_batch: int) -> int:
-        """Pages with which so many requests run side by side, whatever they ask for."""
+        """Pages with which ``max_batch`` requests of any length can run at the same time."""
         return max(self.width, min(max_batch * self.width, max_batch * self.steady + self.prompts))
 
     def has_room(self, num_pages: int, most: Sequence[int]) -> bool:
-        """Whether requests that hold at ``most`` so many pages, were there no window, never run out of them."""
+        """Whether ``num_pages`` suffice for requests that would each need at most these pages without a window."""
         wide = sum(min(pages, self.width) for pages in most)
         return min(wide, sum(min(pages, self.steady) for pages in most) + self.prompts) <= num_pages
 
 
 class Table:
-    """Pages of the groups of one window, None for those that see all keys."""
+    """The pages of the groups with one window (None for groups without a window)."""
 
     def __init__(self, cache: CacheSizes, limits: Limits, window: int | None):
         self.window = window
@@ -139,20 +139,20 @@ class Table:
         self.prefixes = PrefixCache(self.pages, window=window)
 
     def make_free(self, num_pages: int) -> bool:
-        """Have so many pages free, whatever of prefixes that costs; False if there are too few."""
+        """Evicts cached prefixes until ``num_pages`` are free; returns False if there are too few."""
         return self.pages.num_free >= num_pages or self.prefixes.evict(num_pages)
 
 
 @dataclasses.dataclass(frozen=True)
 class PageCounts:
-    """Pages of a cache group. Groups with equal windows have one page table, and these counts in common.
+    """The page counts of a cache group. Groups with equal windows share a page table, and so these counts.
 
     Attributes:
-        window: keys that a row sees, itself included; None for all.
+        window: number of visible keys per row, its own included; None for all.
         total: pages of the pool.
         used: pages that running requests hold, each counted once.
-        shared: those of them that several hold.
-        idle: pages that the prefix cache alone holds, until a request needs them.
+        shared: pages that more than one running request holds.
+        idle: pages that only the prefix cache holds, which can be evicted.
     """
 
     window: int | None
@@ -163,7 +163,7 @@ class PageCounts:
 
     @classmethod
     def of(cls, table: Table) -> "PageCounts":
-        holders = table.pages.holders - table.prefixes.held  # running requests alone
+        holders = table.pages.holders - table.prefixes.held  # without the prefix cache
         used, shared = int(np.count_nonzero(holders)), int(np.count_nonzero(holders > 1))
         return cls(table.window, table.pages.num_pages, used, shared, table.prefixes.num_idle_pages)
 
@@ -172,9 +172,9 @@ class Tables:
     """The page tables of all cache groups.
 
     Attributes:
-        all: of groups without a window first.
-        full: that one; None if all groups have windows.
-        windowed: the others.
+        all: all tables, that of the groups without a window first.
+        full: the table of the groups without a window; None if all groups have windows.
+        windowed: the tables with windows.
     """
 
     def __init__(self, limits: Limits, cache: CacheSizes):
@@ -190,7 +190,7 @@ class Tables:
         return tuple((table.window, table.pages.table_width) for table in self.all)
 
     def arrays(self, ids: Sequence[Hashable]) -> dict[str, np.ndarray]:
-        """What passes take: the tables side by side, and where those with a window begin."""
+        """The inputs of passes: the tables side by side, and the offsets of those with a window."""
         tables = [table.pages.table(ids) for table in self.all]
         if not self.windowed:
             return {"page_table": tables[0]}
@@ -198,28 +198,28 @@ class Tables:
         return {"page_table": np.concatenate(tables, axis=1), "kv_offsets": offsets}
 
     def find(self, digests: Sequence[bytes]) -> list[list[int]]:
-        """Pages of each table for the longest beginning that all of them hold, as ``PrefixCache.find``."""
+        """The cached pages of each table for the longest prefix that all tables have; see ``PrefixCache.find``."""
         found = [self.all[0].prefixes.find(digests)]
         for table in self.all[1:]:
             found.append(table.prefixes.find(digests[: len(found[-1])]))
-        if len({len(pages) for pages in found}) > 1:  # what the last ones hold is too short for those before
+        if len({len(pages) for pages in found}) > 1:  # a later table had a shorter prefix
             return self.find(digests[: len(found[-1])])
         return found
 
     def fork(self, request: Hashable, digests: Sequence[bytes]) -> None:
-        """Add a request with the pages that ``find`` found for just these digests."""
+        """Adds a request with the pages that ``find`` returned for these digests."""
         for table in self.all:
             table.prefixes.fork(request, digests)
 
     def reserve(self, request: Hashable, rows: int, *, final: int) -> None:
-        """Room for so many rows of a request in the tables with windows, which let go of what no row sees any more.
+        """Reserves rows of a request in the tables with windows, and releases the pages left of the window.
 
         Args:
-            request: a running one.
-            rows: in all.
-            final: those of them that are cached for good, of which no pass will take one back.
+            request: a running request.
+            rows: total number of rows.
+            final: number of leading rows that are final.
         """
-        # So that the last full page can be found: its own window is then there.
+        # The window of the last full page is kept too, so that later prompts can find that page.
         final -= self._cache.prefix_cache * (final % self._cache.page_size)
         for table in self.windowed:
             assert table.window is not None
@@ -233,7 +233,7 @@ class Tables:
                 pages.grow(request, self._cache.pages(rows) * pages.page_size)
 
     def counts(self, groups: Iterable[CacheGroup]) -> "dict[str, PageCounts]":
-        """Pages of each cache group, under its name."""
+        """The page counts of each cache group, by name."""
         by_window = {table.window: PageCounts.of(table) for table in self.all}
         return {group.name: by_window[group.window] for group in groups}
 
@@ -242,7 +242,7 @@ class Tables:
             table.pages.free(request)
 
     def keep(self, request: Hashable, digests: Sequence[bytes], *, begin: int) -> None:
-        """As ``PrefixCache.keep``, in each table."""
+        """Calls ``PrefixCache.keep`` in each table."""
         for table in self.all:
             table.prefixes.keep(request, digests, begin=begin)
 
@@ -251,7 +251,7 @@ class Tables:
             table.prefixes.clear()
 
     def have_room(self, most: Sequence[int]) -> bool:
-        """Whether tables with windows are large enough for requests of at most so many pages each at a time."""
+        """Whether the tables with windows suffice for requests that would need at most these pages without windows."""
         return all(
             table.sizes is not None and table.sizes.has_room(table.pages.num_pages, most) for table in self.windowed
         )

@@ -1,6 +1,6 @@
-"""Which requests run, on which pages and with which prefix: host state alone, without a device.
+"""The scheduler, which decides what requests run, on which pages and with which cached prefix. It is host code only.
 
-Nothing here is needed to know a request's tokens, so that after a fault all of it is made anew (``reset``).
+A request's tokens do not depend on the scheduler's state, so all of it can be reset after a fault (``reset``).
 """
 
 import collections
@@ -15,27 +15,27 @@ from mla_attn.engine.requests import OnOutput, SamplingParams, check_length, che
 from mla_attn.engine.statistics import Counters
 from mla_attn.speculative import DraftTree
 
-PROMPTS_PER_PASS = 4  # more cost memory in ``extend`` whether they are there or not
+PROMPTS_PER_PASS = 4  # ``extend`` needs memory for each of them, even if unused
 
 
 class Request:
-    """A request, and how far it is.
+    """A request and its progress.
 
     Attributes:
-        id: unique in its engine.
-        stops: ids that end it.
-        tokens: int32, the prompt and room for what is generated, of which ``num_tokens`` are there. The only part that
-            a fault leaves as it is.
+        id: id, unique in its engine.
+        stops: token ids that end it.
+        tokens: int32, the prompt and room for generated tokens, of which the first ``num_tokens`` are valid. It is the
+            only part that a fault does not reset.
         slot: index of its state on the device, while it runs.
-        prompt_rows: rows that passes over prompts compute: after a preemption, of what was generated too.
-        num_computed: those of them that are launched, or were found in the cache.
-        num_accounted: those of them whose pass was read, or were found.
-        num_kept_pages: of those, full pages that others can find.
-        num_decoded_rows: rows of decode and verify passes that were read, on top of ``prompt_rows``.
-        num_rows_in_flight: most rows that launched decode and verify passes will add to them.
-        num_passes_in_flight: launched passes that will bring at least a token each.
+        prompt_rows: rows that passes over prompts compute; after a preemption this includes generated tokens.
+        num_computed: number of prompt rows that are launched or were found in the cache.
+        num_accounted: number of prompt rows whose pass was read, or that were found in the cache.
+        num_kept_pages: number of its full pages in the prefix cache.
+        num_decoded_rows: rows of decode and verify passes that were read, in addition to ``prompt_rows``.
+        num_rows_in_flight: most rows that launched decode and verify passes will add.
+        num_passes_in_flight: launched passes that will give at least one token each.
         num_faults: faults since its last token.
-        fault: what the last of them raised.
+        fault: exception of the last fault.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Request:
         self.prompt_len = self.num_tokens = len(prompt)
         self.tokens = np.empty(len(prompt) + params.max_new_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self.digests: list[bytes] = []  # of its full pages so far
-        self.last_token = now  # when it came
+        self.digests: list[bytes] = []  # digests of its full pages so far
+        self.last_token = now  # time of its last token
         self.cancelled = self.finished = False
         self.num_faults = 0
         self.fault: BaseException | None = None
         self.rewind()
 
     def rewind(self) -> None:
-        """Forget the device: nothing of the request is cached or launched."""
+        """Resets progress: no row of the request is cached or launched."""
         self.slot = -1
         self.prompt_rows = self.num_computed = self.num_accounted = self.num_kept_pages = 0
         self.num_decoded_rows = self.num_rows_in_flight = self.num_passes_in_flight = 0
@@ -76,17 +76,17 @@ class Request:
 
     @property
     def wants_token(self) -> bool:
-        """Whether another decode or verify pass has something to do, as far as is known."""
+        """Whether the request needs another decode or verify pass, as far as is known."""
         return not self.wants_prompt_pass and self.num_new + self.num_passes_in_flight < self.params.max_new_tokens
 
     @property
     def all_launched(self) -> bool:
-        """Whether the request ends with what is launched."""
+        """Whether the launched passes will certainly end the request."""
         return not self.wants_prompt_pass and not self.wants_token
 
     @property
     def num_final_rows(self) -> int:
-        """Rows that are cached for good: their passes were read, and their tokens are the request's."""
+        """Number of final cached rows: their passes were read, and their tokens belong to the request."""
         return min(self.num_accounted + self.num_decoded_rows, self.num_tokens)
 
 
@@ -94,9 +94,9 @@ class Scheduler:
     """Admission, prefix reuse, reservation of pages and preemption.
 
     Args:
-        limits: of what runs.
-        cache: pages.
-        counters: preemptions and reused tokens are added to these.
+        limits: limits of requests and tokens.
+        cache: sizes of the cache.
+        counters: counters for preemptions and reused tokens.
     """
 
     def __init__(self, limits: Limits, cache: CacheSizes, counters: Counters):
@@ -105,12 +105,12 @@ class Scheduler:
         self.reset(())
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """Begin anew with empty pages; ``requests`` wait in this order, to be computed again."""
+        """Resets all state, with empty pages; ``requests`` wait in this order to be computed again."""
         self.tables = Tables(self.limits, self.cache)
-        self.running: dict[int, Request] = {}  # by id: those that hold pages
+        self.running: dict[int, Request] = {}  # requests that hold pages, by id
         self.slots: list[Request | None] = [None] * self.limits.max_batch
-        self._num_releases = 0  # of pages and slots
-        self._blocked: tuple[Request, int] | None = None  # who did not get pages, after how many releases
+        self._num_releases = 0  # number of releases of pages and slots
+        self._blocked: tuple[Request, int] | None = None  # request that got no pages, and ``_num_releases`` then
         waiting = list(requests)
         for request in waiting:
             request.rewind()
@@ -118,23 +118,23 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """Of the first table."""
+        """The allocator of the first page table."""
         return self.tables.all[0].pages
 
     @property
     def prefixes(self) -> PrefixCache:
-        """Of the first table."""
+        """The prefix cache of the first page table."""
         return self.tables.all[0].prefixes
 
     def most_rows(self, prompt_len: int, params: SamplingParams) -> int:
-        """Rows a request may need in all: of its tokens and the drafts of its last verify pass."""
+        """Most rows of a request: those of its tokens and of the drafts of its last verify pass."""
         drafts = params.speculation.size - 1 + self.limits.rows_ahead if params.speculation else 0
         return min(prompt_len + params.max_new_tokens + drafts, self.limits.max_len)
 
     def check_request(
         self, prompt: Sequence[int], params: SamplingParams, *, vocab_size: int, trees: Sequence[DraftTree]
     ) -> list[int]:
-        """The tokens of a prompt; ValueError where a request could never run, as ``Engine.check_request``."""
+        """Returns the tokens of a prompt; raises ValueError if it could never run, as ``Engine.check_request``."""
         prompt = check_prompt("prompt", prompt, vocab_size=vocab_size)
         check_length("prompt", len(prompt), params.max_new_tokens, max_len=self.limits.max_len)
         if params.speculation is not None and params.speculation not in trees:
@@ -148,11 +148,11 @@ class Scheduler:
             )
         return prompt
 
-    # Who runs.
+    # Admission and preemption.
 
     def admit(self) -> None:
-        """Give waiting requests slots and pages, oldest first, while there are some and this step can begin with their
-        prompts. Who waits a step longer may find more of its prompt in the cache."""
+        """Admits waiting requests, oldest first, while slots and pages suffice and this step can start their prompts.
+        (A request that waits for a later step may find more of its prompt in the cache.)"""
         while self.waiting and self._has_prompt_room():
             request, slot = self.waiting[0], self._free_slot()
             if slot is None or self._blocked == (request, self._num_releases):
@@ -165,7 +165,7 @@ class Scheduler:
             found = len(there[0]) * self.cache.page_size
             self.tables.fork(request.id, digests[: len(there[0])])
             if self.tables.full is not None:
-                # Pages found may have been idle: they are held before others are dropped.
+                # Cached pages may be held by the cache only, so the request holds them before others are evicted.
                 rows = self._begin_rows(request)
                 self.tables.full.make_free(self.cache.pages(rows) - len(there[0]))
                 self.tables.full.pages.grow(request.id, rows)
@@ -178,32 +178,32 @@ class Scheduler:
             self._counters.reused_tokens += found
 
     def _begin_rows(self, request: Request) -> int:
-        """Rows that a request has room for from its beginning on, where all rows are kept: its prompt's."""
+        """Rows for which a request gets pages at admission in a table without a window: those of its prompt."""
         most = self.most_rows(request.prompt_len, request.params)
         return min(request.num_tokens + (self.limits.rows_ahead if request.params.speculation else 0), most)
 
     def _has_room(self, request: Request, there: Sequence[int]) -> bool:
-        """Whether there are pages for a waiting request, of which those ``there`` hold the beginning."""
+        """Whether there are pages for a waiting request, whose cached prefix is in the pages ``there``."""
         if self.tables.windowed:
             most = [self.most_rows(r.prompt_len, r.params) for r in (*self.running.values(), request)]
             if not self.tables.have_room([self.cache.pages(rows) for rows in most]):
                 return False
         if self.tables.full is None:
             return True
-        # A page for each running request that may want one: to admit one and preempt it next would be wasted work.
+        # Keep a page for each running request that may need one, to avoid preempting the admitted request at once.
         growing = sum(self._may_grow(r) for r in self.running.values())
         needed = self.cache.pages(self._begin_rows(request)) - len(there) + growing
         return needed <= self.tables.full.prefixes.num_available(there)
 
     def preempt(self, request: Request) -> None:
-        """Free a running request's pages; it waits to be computed again, before all others."""
-        self.keep_prefix(request)  # may still be there when it comes back
+        """Frees a running request's pages and puts it at the front of the queue, to be computed again."""
+        self.keep_prefix(request)  # it may find these pages when it is admitted again
         self._release(request)
-        self.waiting.appendleft(request)  # all that run are older than all that wait
+        self.waiting.appendleft(request)  # running requests are older than waiting ones
         self._counters.preemptions += 1
 
     def remove(self, request: Request, *, keep: bool) -> None:
-        """Let go of a request that has ended; ``keep`` is whether its full pages may be found by others."""
+        """Removes a request that has ended; ``keep`` says whether its full pages stay in the prefix cache."""
         if request.id in self.running:
             if keep:
                 self.keep_prefix(request)
@@ -227,27 +227,27 @@ class Scheduler:
         return len(left) < self.limits.prompts_per_pass and sum(left) < self.limits.prompt_tokens
 
     def _part(self, request: Request) -> int:
-        """Prompt rows of a request in its next pass, if there is room for all."""
+        """Prompt rows of a request in its next pass, if the step has room for all of them."""
         return min(request.prompt_rows - request.num_computed, self.limits.prompt_chunk)
 
     def _free_slot(self) -> int | None:
-        """A slot that nobody needs: of a request that ends with what is launched too, for passes run in order."""
+        """A free slot. That of a request with ``all_launched`` is free too, because passes run in order."""
         slots = enumerate(self.slots[: self.max_running])
         return next((slot for slot, r in slots if r is None or r.all_launched), None)
 
     # Prefixes.
 
     def keep_prefix(self, request: Request, *, all_pages: bool = True) -> None:
-        """Let others find the full pages of a running request's final rows: all of them, or those since the last call
-        alone."""
+        """Adds the full pages of a running request's final rows to the prefix cache: all of them, or only those since
+        the last call."""
         if self.cache.prefix_cache:
             digests = self.digest(request)[: request.num_final_rows // self.cache.page_size]
             self.tables.keep(request.id, digests, begin=0 if all_pages else request.num_kept_pages)
             request.num_kept_pages = len(digests)
 
     def digest(self, request: Request) -> list[bytes]:
-        """Names of the full pages among a request's tokens, each computed once; none without a prefix cache. Whoever
-        adds a request calls this, so that no step has to do it for a long prompt.
+        """Digests of the full pages of a request's tokens, each computed once; none without a prefix cache. The thread
+        that adds a request calls this, so that no step is delayed by a long prompt.
 
         Speculative requests also need the drafter's rows, which plain requests never write, so the two do not share
         prefixes. (The draft layer's row of a page's last token depends on the token that followed it in the request
@@ -258,11 +258,10 @@ class Scheduler:
             self.prefixes.extend_digests(request.digests, request.tokens[: request.num_tokens], kind=kind)
         return request.digests
 
-    # What runs next.
+    # Rows of the next passes.
 
     def next_prompts(self) -> list[tuple[Request, slice]]:
-        """The requests whose prompts go on in this step, oldest first, and which part of each: of one kind of
-        speculation."""
+        """The prefill chunks of this step, oldest request first, all of one kind of speculation: (request, rows)."""
         wanting = sorted((r for r in self.running.values() if r.wants_prompt_pass), key=lambda r: r.id)
         wanting = [r for r in wanting if r.params.speculation == wanting[0].params.speculation]
         parts, left = [], self.limits.prompt_tokens
@@ -277,19 +276,19 @@ class Scheduler:
         return parts
 
     def next_tokens(self, kind: DraftTree | None, read: Callable[[], bool]) -> list[Request]:
-        """The requests of a kind that get further tokens in this step, oldest first, with room for their rows.
+        """The requests of a kind that decode or verify in this step, oldest first, after reserving pages for them.
 
         Args:
-            kind: of speculation.
-            read: reads all launched passes, which may end requests; False if there are none.
+            kind: draft tree of the requests, or None.
+            read: function that reads all launched passes, which may end requests; returns False if there are none.
         """
         mine = [r for r in self.running.values() if r.params.speculation == kind and r.wants_token]
         ready = [r for r in sorted(mine, key=lambda r: r.id) if self._reserve(r, read)]
         return [r for r in ready if r.id in self.running]
 
     def _reserve(self, request: Request, read: Callable[[], bool]) -> bool:
-        """Make room for the rows of the request's next pass. If pages run out, those of the youngest requests are
-        freed: False if that ended or stopped this one."""
+        """Reserves pages for the rows of the request's next pass. If pages run out, the youngest requests are
+        preempted. Returns False if that ended or preempted this request."""
         tree, most = request.params.speculation, self.most_rows(request.prompt_len, request.params)
         more, full = tree.size + self.limits.rows_ahead if tree else 1, self.tables.full
         while request.id in self.running and request.wants_token:

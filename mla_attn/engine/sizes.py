@@ -1,4 +1,4 @@
-"""How large an engine's cache is where nobody says so: what there is room for."""
+"""The default sizes of an engine's cache, which depend on free memory."""
 
 import dataclasses
 import logging
@@ -19,7 +19,7 @@ from mla_attn.text import gibibytes
 
 logger = logging.getLogger(__name__)
 
-GPU_FRACTION, CPU_FRACTION = 0.9, 0.25  # the rest is for what passes need; a CPU's memory is everybody's
+GPU_FRACTION, CPU_FRACTION = 0.9, 0.25  # passes need the rest; a CPU's memory is shared with other programs
 
 
 def choose_sizes(
@@ -32,21 +32,21 @@ def choose_sizes(
     prefix_cache: bool = True,
     memory_fraction: float | None = None,
 ) -> tuple[CacheSizes, Limits]:
-    """Pages of the cache and most tokens of a request, those that are None by the memory that is free.
+    """Chooses the pages of the cache and the most tokens of a request; those that are None depend on free memory.
 
-    Groups with a window get what ``max_batch`` requests need, and as much again for prefixes; those without get the
-    rest.
+    Groups with a window get the pages that ``max_batch`` requests need, and as many again for prefixes. Groups without
+    a window get the rest.
 
     Args:
         groups: all cache groups.
-        limits: with the models' positions as ``max_len``.
-        num_pages: of each group, as ``Engine`` takes it.
-        max_len: likewise.
-        page_size, prefix_cache, memory_fraction: likewise.
+        limits: limits with the models' positions as ``max_len``.
+        num_pages: pages of each group, as in ``Engine``.
+        max_len: as in ``Engine``.
+        page_size, prefix_cache, memory_fraction: as in ``Engine``.
 
     Raises:
-        ValueError: a size that is no integer or below 1; there is no room for one request of ``max_len``, or for a
-            page, or nobody tells how much; too few pages of a group with a window.
+        ValueError: a size is not an integer or below 1; there is no room for one request of ``max_len``, or for a page;
+            free memory is unknown; or a group with a window has too few pages.
     """
     groups, positions = tuple(groups), limits.max_len
     check_integer("page_size", page_size, 1)
@@ -79,8 +79,8 @@ def choose_sizes(
 def window_pages(
     groups: Iterable[CacheGroup], limits: Limits, *, page_size: int, prefix_cache: bool, most: int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Each window among the groups, and the pages of its groups: for ``max_batch`` requests, and as many again if
-    prefixes are kept, but no more than ``most`` unless one request needs them."""
+    """The windows among the groups, and the pages of each window's groups: enough for ``max_batch`` requests, twice as
+    many with a prefix cache, but at most ``most`` unless one request needs more."""
     made = []
     for window in sorted({group.window for group in groups if group.window is not None}):
         sizes = WindowSizes.of(window, limits, page_size=page_size, prefix_cache=prefix_cache)
@@ -99,10 +99,11 @@ def most_limits(
     max_waiting: int,
     prompt_tokens: int,
 ) -> Limits:
-    """The limits of an engine, as its constructor takes them, with the models' positions as ``max_len``.
+    """The limits of an engine from its constructor's arguments, with the models' positions as ``max_len``.
 
     Raises:
-        ValueError: a size that is no integer or below 1, trees that are none, or a drafter that does not fit.
+        ValueError: a size is not an integer or below 1, ``trees`` is not a sequence of trees, or the drafter does not
+            fit the model.
     """
     if not isinstance(trees, Sequence) or not all(isinstance(tree, DraftTree) for tree in trees):
         raise ValueError(f"speculation={trees!r} must be a sequence of DraftTree")
@@ -120,7 +121,7 @@ def most_limits(
 
 
 def draft_limits(draft: Drafts, trees: Sequence[DraftTree]) -> dict[str, Any]:
-    """Those attributes of ``Limits`` that depend on who drafts, and on the engine's trees."""
+    """The attributes of ``Limits`` that depend on the drafter and on the engine's trees."""
     return {
         "verify_rows": max((tree.size for tree in trees), default=1),
         "rows_ahead": int(isinstance(draft, DraftModel)),
@@ -129,7 +130,7 @@ def draft_limits(draft: Drafts, trees: Sequence[DraftTree]) -> dict[str, Any]:
 
 
 def _given(num_pages: Any, groups: tuple[CacheGroup, ...]) -> dict[int | None, int]:
-    """What is said of pages, by window. One number is for groups without a window, if there are some."""
+    """The given numbers of pages, by window. A single number is for the groups without a window, if there are any."""
     given: dict[int | None, int] = {}
     if num_pages is None:
         return given
@@ -158,7 +159,7 @@ def _fraction() -> float:
 def _choose_pages(groups: Iterable[CacheGroup], room: int, limits: Limits, max_len: int | None, page_size: int) -> int:
     each = page_bytes(groups, page_size)
     most = limits.max_batch * math.ceil(limits.max_len / page_size)
-    # On a CPU no more than requests can ask for; on a GPU the rest is for prefixes.
+    # On a CPU at most what running requests can need; on a GPU the rest is for cached prefixes.
     num_pages = min(room // each, most) if jax.default_backend() == "cpu" else room // each
     least = math.ceil((max_len or 1) / page_size)
     if num_pages < least:
@@ -173,6 +174,6 @@ def _choose_pages(groups: Iterable[CacheGroup], room: int, limits: Limits, max_l
 
 
 def page_bytes(groups: Iterable[CacheGroup], page_size: int) -> int:
-    """Bytes of a page, in the pools of all these cache groups."""
+    """Bytes of a page in the pools of all these cache groups together."""
     groups = tuple(groups)
     return tree_bytes(jax.eval_shape(lambda: create_pools(groups, num_pages=1, page_size=page_size)))

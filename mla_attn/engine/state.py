@@ -1,7 +1,7 @@
-"""Request state on the device: what a request carries from pass to pass, each at an index of its own, its slot.
+"""The state of requests on the device, which goes from pass to pass; each request has an index in it, its ``slot``.
 
-A pass is told the slots of its requests, takes their state from there, and leaves the new state there. So a batch can
-be made of any requests at any step, and the host need not know one step's tokens to start the next.
+A pass takes the slots of its requests, reads their state there, and writes the new state back. So any requests can form
+a batch at any step, and the host need not read one step's tokens before it starts the next step.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ States = dict[str, Array]
 def create_states(
     num_slots: int, trees: Iterable[DraftTree], *, hidden_size: int, dtype: Any, text_len: int = 0
 ) -> States:
-    """State of ``num_slots`` requests of any of these draft trees: the kept fields, with ``num_slots`` for B.
+    """Creates the state of ``num_slots`` requests with any of these draft trees: the kept fields with B = num_slots.
 
     ``drafts`` and ``hidden`` have room for the largest tree; each tree uses the leading part. ``hidden_size`` and
-    ``text_len`` may be 0 where nobody needs hidden states or texts.
+    ``text_len`` may be 0 if no pass needs hidden states or texts.
     """
     trees = tuple(trees)
     sizes = {
@@ -36,9 +36,9 @@ def create_states(
 
 
 def on_states(inner: Pass) -> Pass:
-    """The pass over a pair ``(pools, states)`` that takes ``slots`` in place of the fields that are kept there.
+    """Makes a pass over a pair ``(pools, states)``, with input ``slots`` instead of the fields that are kept in states.
 
-    Padding requests may name any slot: its state is left as it is.
+    Padding requests may have any slot; its state does not change.
     """
     taken = tuple(name for name in inner.inputs if name in KEPT and name not in inner.given)
 
@@ -49,11 +49,11 @@ def on_states(inner: Pass) -> Pass:
         x = {name: value for name, value in inputs.items() if name != "slots"}
         sizes = {**inner.sizes, "B": slots.shape[0]}
         x |= {name: _leading(states[name][slots], FIELDS[name].shape(sizes)) for name in taken}
-        if "temperature" in taken:  # padding draws nothing, and costs nothing
+        if "temperature" in taken:  # padding is greedy, so that it costs nothing
             x["temperature"] = jnp.where(live, x["temperature"], 0.0)
         outputs, pools = inner.fn(state, pools, x)
         left = {name: x[name] for name in inner.given} | outputs
-        slots = jnp.where(live, slots, states["lens"].shape[0])  # out of range: dropped
+        slots = jnp.where(live, slots, states["lens"].shape[0])  # out of range, so that the write is dropped
         states = states | {name: _store(states[name], slots, left[name]) for name in left if name in KEPT}
         return outputs, (pools, states)
 

@@ -1,4 +1,4 @@
-"""What an engine counts, and what it tells of it."""
+"""The counters of an engine, and the statistics made from them."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from mla_attn.engine.pages import PageCounts
 
 @dataclasses.dataclass
 class Counters:
-    """Counts and seconds that only grow. Plain attributes: adding to one calls nothing, so no interrupt splits it."""
+    """Counts and seconds that only grow. They are plain attributes, because an interrupt cannot split an addition."""
 
     finished: int = 0
     cancelled: int = 0
@@ -33,34 +33,34 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStatistics:
-    """What an engine has done since it was made, and holds now. Times in seconds.
+    """Totals since the engine was created, and its present state. Times are in seconds.
 
     Attributes:
         finished: requests that ended by a stop token or their length.
         cancelled: requests that were cancelled.
         failed: requests that ended with "error".
-        invalid_logits: those of them whose logits were not all finite.
-        faults: steps and resets that an exception cut short: launches lost, and what ran computed again.
-        preemptions: times a running request's pages were freed for another; it is computed again later.
-        waiting: requests that are queued, preempted ones included.
-        running: requests that hold pages: up to ``max_running``, and those whose last tokens are on the way.
-        prompt_tokens: prompt rows computed, those of requests computed again included.
-        reused_tokens: prompt rows found in the cache instead.
+        invalid_logits: requests that failed because their logits were not all finite.
+        faults: steps and resets interrupted by an exception; running requests were then computed again.
+        preemptions: number of times that a running request's pages were freed for another.
+        waiting: queued requests, including preempted ones.
+        running: requests that hold pages: up to ``max_running``, and those whose last tokens are in flight.
+        prompt_tokens: prompt rows computed, including those of requests that were computed again.
+        reused_tokens: prompt rows found in the prefix cache.
         new_tokens: tokens generated.
         steps: steps that launched something.
         target_steps: decode and verify passes of the target model.
-        acceptance_length: tokens emitted per request and verify pass, the correction or bonus included, without those
-            past a request's end; None before the first.
+        acceptance_length: mean tokens emitted per request and verify pass, including the correction or bonus token,
+            excluding tokens past a request's end; None before the first verify pass.
         step_seconds: time inside ``step()``.
-        wait_seconds: of it, waiting for the device; the rest is the host's own work, which the device does not wait for
-            as long as there is some waiting here.
+        wait_seconds: part of ``step_seconds`` in which the host waited for the device. While it is above 0, the device
+            does not wait for the host.
         tokens_per_second: new tokens over the time inside ``step()``.
-        time_to_first_token: mean, from ``add_request`` to a request's first token.
-        inter_token_time: mean, between tokens of a request after the first.
+        time_to_first_token: mean time from ``add_request`` to a request's first token.
+        inter_token_time: mean time between tokens of a request.
         pages_used: pages that running requests hold, each counted once; of all page tables together.
-        pages_shared: those of them that several hold.
-        pages_idle: pages that the prefix cache alone holds, until somebody needs them.
-        warm_up_seconds: spent compiling ahead of time.
+        pages_shared: pages that more than one running request holds.
+        pages_idle: pages that only the prefix cache holds, which can be evicted.
+        warm_up_seconds: time spent compiling ahead of time.
         programs: programs compiled.
         compiles_after_warm_up: programs XLA compiled in this process since ``warm_up``; 0 unless something is wrong.
         pages: counts of each cache group, by its name; those of a draft model begin with "draft.".
@@ -95,7 +95,7 @@ class EngineStatistics:
 
 
 def statistics(counters: Counters, pages: dict[str, PageCounts], **now: int) -> EngineStatistics:
-    """The counters with means made of them, and what is ``now``."""
+    """Builds the statistics: the counters, means computed from them, and the present state ``now``."""
     tables = {counts.window: counts for counts in pages.values()}.values()
     totals = {f"pages_{name}": sum(getattr(table, name) for table in tables) for name in ("used", "shared", "idle")}
     c = dataclasses.asdict(counters)

@@ -1,9 +1,9 @@
 """The passes of one draft tree as pure functions, for each kind of drafter.
 
-The rounds are the same: the first drafts are there, one pass a level drafts those after them, the target verifies, and
-the drafter takes what was emitted and makes the next first drafts. What they cache differs: the row that a draft layer
-has at position t holds the token at t + 1, so that it has as many rows as the target; a draft model has the anchor's
-row too, one more.
+All kinds have the same rounds: the first drafts exist, one pass per further level drafts the next level, the target
+verifies, and the drafter runs the emitted tokens and makes the next first drafts. They differ in what they cache: the
+row of a draft layer at position t holds the token at t + 1, so it has as many rows as the target; a draft model also
+has the anchor's row, one more.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from mla_attn.speculative import DraftTree, accept_tree, ngram_drafts, path_move
 
 @dataclasses.dataclass(frozen=True)
 class DraftFunctions:
-    """What all drafters share: to verify.
+    """The passes that all drafters share, in particular ``target_verify``.
 
     Attributes:
         base: the passes of the model.
         tree: drafts per verify step.
-        prefill_inputs: fields that ``draft_prefill`` takes beside page tables.
-        given: those of them that are kept from then on.
+        prefill_inputs: fields that ``draft_prefill`` takes in addition to page tables.
+        given: fields among them that are kept afterwards.
         verified: outputs of ``target_verify`` that ``draft_extend`` takes.
-        extend_inputs: fields that it takes beside page tables, ``lens`` and ``active``.
-        decode_inputs: what each ``draft_decode`` takes beside tables, drafts and their number, and leaves for the next;
-            None if there is no such pass.
+        extend_inputs: fields that ``draft_extend`` takes in addition to page tables, ``lens`` and ``active``.
+        decode_inputs: fields that each ``draft_decode`` takes in addition to tables, drafts and their number, and
+            outputs for the next; None if there is no such pass.
     """
 
     base: Functions
@@ -72,18 +72,18 @@ class DraftFunctions:
         return outputs, pools
 
     def _pad(self, first):
-        """The first drafts, and room for the others."""
+        """The first drafts, padded with -1 to all drafts of the tree."""
         return jnp.pad(first, ((0, 0), (0, self.tree.size - 1 - first.shape[1])), constant_values=-1)
 
     def _mask(self, batch: int, rows: slice, columns: slice):
-        """The tree's mask for every request; None for a chain, where the causal mask is all there is."""
+        """The tree mask for every request; None for a chain, which needs only the causal mask."""
         if self.tree.is_chain:
             return None
         mask = jnp.asarray(self.tree.mask[rows, columns])
         return jnp.broadcast_to(mask, (batch, *mask.shape))
 
     def _level(self, passes: Functions, level: int, x: Arrays, lens) -> tuple[jax.Array, Metadata, jax.Array | None]:
-        """Tokens, metadata and mask of the drafts of depth ``level``, behind ``lens`` rows of who drafts."""
+        """Tokens, metadata and mask of the drafts of depth ``level``, after ``lens`` cached rows of the drafter."""
         tree = self.tree
         nodes, begin = tree.level_sizes[level], tree.level_starts[level]
         counts = {"num_tokens": nodes, "num_drafted": x["num_drafted"], "q_lens": nodes * x["active"]}
@@ -93,7 +93,7 @@ class DraftFunctions:
         return tokens.reshape(-1), m, mask
 
     def _next_level(self, level: int, x: Arrays, logits):
-        """The drafts, with those after the drafts of depth ``level`` among them."""
+        """All drafts, with the children of those of depth ``level`` filled in."""
         nodes = self.tree.level_sizes[level]
         new = top_drafts(logits.reshape(x["lens"].shape[0], nodes, -1), self.tree.widths[level])
         return jax.lax.dynamic_update_slice_in_dim(x["drafts"], new, x["num_drafted"] + nodes, axis=1)
@@ -101,10 +101,10 @@ class DraftFunctions:
 
 @dataclasses.dataclass(frozen=True)
 class LayerFunctions(DraftFunctions):
-    """The model's draft layer drafts, over cache groups of the model.
+    """The passes of the model's draft layer, which uses cache groups of the model.
 
     Attributes:
-        hidden_size: width of its hidden states.
+        hidden_size: width of the draft layer's hidden states.
     """
 
     hidden_size: int
@@ -114,7 +114,7 @@ class LayerFunctions(DraftFunctions):
     decode_inputs: ClassVar = ("hidden",)
 
     def draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """Row t of the draft layer takes the token after t: ``next_tokens``, or the sampled token where that is -1."""
+        """Runs prefill chunks. Row t takes the token after t: ``next_tokens``, or the sampled token if that is -1."""
         passes, rows = self.base, x["next_tokens"].shape[0]
         model, m = passes.model(state), passes.prompt_metadata(x, rows)
         owner, _ = md.row_owners(of_rows(m).q_starts, of_rows(m).q_lens, rows)
@@ -131,7 +131,7 @@ class LayerFunctions(DraftFunctions):
         return self._first_drafts(model, last_rows(hidden, m)), pools
 
     def draft_decode(self, level: int, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """Runs drafts of depth ``level``, which gives ``widths[level]`` drafts after each of them."""
+        """Runs the drafts of depth ``level``, and drafts ``widths[level]`` children of each."""
         passes, batch = self.base, x["lens"].shape[0]
         model, (tokens, m, mask) = passes.model(state), self._level(passes, level, x, x["lens"])
         hidden = jnp.repeat(x["hidden"], self.tree.widths[level - 1], axis=1).reshape(-1, self.hidden_size)
@@ -147,17 +147,17 @@ class LayerFunctions(DraftFunctions):
 
 @dataclasses.dataclass(frozen=True)
 class ModelFunctions(DraftFunctions):
-    """Another model drafts, over cache groups of its own.
+    """The passes of another model that drafts, with its own cache groups.
 
     Attributes:
-        draft: its passes.
+        draft: passes of the draft model.
     """
 
     draft: Functions
     prefill_inputs: ClassVar = ("seq_lens", "q_lens", "prompt_tokens", "sampled")
 
     def draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """The chunk, then the sampled token. Where that is none, as the prompt goes on, its row is written again."""
+        """Runs the chunk, then the sampled token, whose row the next chunk overwrites if the prompt continues."""
         passes, model = self.draft, self.draft.model(state)
         m = passes.prompt_metadata(x, x["prompt_tokens"].shape[0])
         _, pools = passes.run(model, x["prompt_tokens"], pools, m, mode="extend")
@@ -173,7 +173,7 @@ class ModelFunctions(DraftFunctions):
         return self._first_drafts(model, last_rows(hidden, m)), pools
 
     def draft_decode(self, level: int, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """Runs drafts of depth ``level``, which gives ``widths[level]`` drafts after each of them."""
+        """Runs the drafts of depth ``level``, and drafts ``widths[level]`` children of each."""
         passes, model = self.draft, self.draft.model(state)
         tokens, m, mask = self._level(passes, level, x, x["lens"] + 1)
         hidden, pools = passes.run(model, tokens, pools, m, mode="draft_decode", tree_mask=mask)
@@ -185,10 +185,10 @@ class ModelFunctions(DraftFunctions):
 
 @dataclasses.dataclass(frozen=True)
 class NgramFunctions(DraftFunctions):
-    """The request's own text drafts: no model, no rows, all drafts at once.
+    """The passes of n-gram drafting from the request's own text: no model, no cached rows, all drafts in one pass.
 
     Attributes:
-        n: most tokens that are matched.
+        n: most tokens to match.
     """
 
     n: int
@@ -198,7 +198,7 @@ class NgramFunctions(DraftFunctions):
     decode_inputs: ClassVar = None
 
     def draft_prefill(self, state, pools: Pools, x: Arrays) -> tuple[Arrays, Pools]:
-        """``text`` has the tokens of the request up to this chunk's end, cached ones too; then comes the sampled."""
+        """Appends the sampled token to ``text``, all tokens of the request up to this chunk's end, and drafts."""
         ones = jnp.ones_like(x["seq_lens"])
         return self._drafts(x["text"], x["seq_lens"], x["sampled"][:, None], ones), pools
 
@@ -207,7 +207,7 @@ class NgramFunctions(DraftFunctions):
         return self._drafts(x["text"], first, x["emitted"], x["num_emitted"]), pools
 
     def _drafts(self, text, first, tokens, count) -> Arrays:
-        """Puts ``count`` tokens at positions ``first`` on, and drafts from what is there then."""
+        """Writes ``count`` tokens to ``text`` from position ``first`` on, and drafts from the result."""
         column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         place = jnp.where(column < count[:, None], first[:, None] + column, text.shape[1])
         text = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(text, place, tokens)

@@ -1,4 +1,4 @@
-"""Who drafts: the model's own draft layer, another model, or nobody but the request's text."""
+"""The drafters: the model's own draft layer, another model, or n-grams of the request's text."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,17 +8,17 @@ from mla_attn.models.base import CacheGroup, CausalLM, Pools
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
 
-DRAFT = "draft."  # before the names of a draft model's cache groups
+DRAFT = "draft."  # prefix of the names of a draft model's cache groups
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftModel:
-    """A smaller model of the same vocabulary that drafts, with a cache of its own.
+    """A smaller model with the same vocabulary that drafts, with its own cache.
 
-    Its cache groups stand beside those of the target under names that begin with ``draft.``.
+    The names of its cache groups begin with ``draft.``.
 
     Attributes:
-        model: a loaded checkpoint. Its own draft layer, if there is one, has no part in this.
+        model: a loaded checkpoint. Its own draft layer, if it has one, is not used.
     """
 
     model: CausalLM
@@ -33,11 +33,11 @@ class DraftModel:
 
 @dataclasses.dataclass(frozen=True)
 class NgramDrafts:
-    """Drafts that cost no model: what followed the request's last tokens where they stood before, in its prompt or in
-    what it generated (``speculative.ngram_drafts``).
+    """Drafting without a model: the tokens that followed earlier occurrences of the request's last tokens, in its
+    prompt or its generated tokens (``speculative.ngram_drafts``).
 
     Attributes:
-        n: most tokens that are matched, at least 1.
+        n: most tokens to match, at least 1.
     """
 
     n: int = 3
@@ -50,7 +50,7 @@ Drafts = DraftModel | NgramDrafts | None  # None: the model's own draft layer
 
 
 def check_drafts(draft: Drafts, model: CausalLM, trees: Sequence[DraftTree]) -> None:
-    """ValueError unless the drafter can draft these trees, at least one, for the model."""
+    """Raises ValueError unless the drafter can draft these trees for the model, and there is at least one."""
     if not isinstance(draft, Drafts):
         raise ValueError(f"draft={shown(draft)} must be a DraftModel, NgramDrafts, or None for the model's draft layer")
     if isinstance(draft, DraftModel) and draft.model.vocab_size != model.vocab_size:
@@ -69,13 +69,13 @@ def check_drafts(draft: Drafts, model: CausalLM, trees: Sequence[DraftTree]) -> 
 
 
 def most_positions(model: CausalLM, draft: Drafts) -> int:
-    """Most tokens of a request that the model, and its draft model, have positions for."""
+    """Most tokens of a request for which the model and its draft model have positions."""
     others = [draft.model] if isinstance(draft, DraftModel) else []
     return min(each.max_position_embeddings for each in (model, *others))
 
 
 def all_pools(model: CausalLM, draft: Drafts, num_pages: Callable[[int | None], int], page_size: int) -> Pools:
-    """All-zero pools of ``all_groups``; ``num_pages`` says how many pages the groups of a window have."""
+    """All-zero pools of ``all_groups``; ``num_pages`` gives the number of pages for a window."""
 
     def pools(each: CausalLM) -> Pools:
         sizes = {group.name: num_pages(group.window) for group in each.cache_groups}
@@ -86,7 +86,7 @@ def all_pools(model: CausalLM, draft: Drafts, num_pages: Callable[[int | None], 
 
 
 def all_groups(model: CausalLM, draft: Drafts) -> tuple[CacheGroup, ...]:
-    """The cache groups of a model and of its draft model, under names that differ."""
+    """The cache groups of a model and of its draft model, with distinct names."""
     own = model.cache_groups
     if not isinstance(draft, DraftModel):
         return own

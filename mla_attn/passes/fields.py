@@ -46,8 +46,8 @@ FIELDS = {
     field.name: field
     for field in (
         # Requests and their cache rows.
-        Field("page_table", "B W"),  # of all cache groups, side by side
-        Field("kv_offsets", "B windows"),  # position where each windowed page table begins
+        Field("page_table", "B W"),  # the page tables of all cache groups, side by side
+        Field("kv_offsets", "B windows"),  # position of the first key in each windowed page table
         Field("slots", "B"),  # index of each request's state on the device
         Field("active", "B"),  # 1, or 0 for padding
         Field("lens", "B", kept=True),  # cached rows of each request

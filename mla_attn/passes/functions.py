@@ -40,7 +40,7 @@ class Functions:
         graphdef: the model without its arrays.
         structure: tree structure of the model's arrays, which ``state`` holds as a flat tuple.
         first: index of the model's first array in ``state``.
-        prefix: what the names of its cache groups begin with in the dict of pools.
+        prefix: prefix of the names of its cache groups in the dict of pools.
         groups: name and window of each cache group.
         tables: window and number of columns of each page table, in order; groups with equal windows share a table.
         page_size: tokens per page.
@@ -62,7 +62,7 @@ class Functions:
     def of(cls, model: CausalLM, *, implementation: Order, **facts: Any) -> "tuple[Functions, tuple[Any, ...]]":
         """Splits a model into its passes and its arrays, which are the first argument of each pass.
 
-        ``facts`` are the attributes that do not come from the model.
+        ``facts`` are the attributes that do not depend on the model.
         """
         graphdef, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
@@ -84,7 +84,7 @@ class Functions:
         return self._over(pools, model, tokens, m=m, **options)
 
     def run_draft(self, model: CausalLM, hidden, tokens, pools: Pools, m: Metadata, **options):
-        """Runs the draft layer over the model's cache groups; returns as ``run``."""
+        """Runs the draft layer over the model's cache groups; returns the same as ``run``."""
         return self._over(pools, model.draft, hidden, tokens, m=m, **options)
 
     def _over(self, pools: Pools, call: Callable[..., tuple[Any, Pools]], *arguments, m: Metadata, **options):
@@ -93,7 +93,7 @@ class Functions:
         return hidden, {**pools, **{self.prefix + name: pool for name, pool in mine.items()}}
 
     def metadata(self, build: Callable[..., md.AttentionMetadata], x: Arrays, *lens: Any, **options: Any) -> Metadata:
-        """Builds the metadata of each cache group: lengths and positions are equal, pages differ."""
+        """Builds the metadata of each cache group. They have equal lengths and positions but different pages."""
         windows, made, begin = {window for _, window in self.groups}, {}, 0
         offset = iter(range(len(self.tables)))
         for window, width in self.tables:
@@ -139,7 +139,7 @@ class Functions:
 
 
 def of_rows(m: Metadata) -> md.AttentionMetadata:
-    """Metadata of one cache group, for what is equal in all: rows, lengths and positions."""
+    """Metadata of any one cache group, for rows, lengths and positions, which are equal in all groups."""
     return next(iter(m.values()))
 
 

@@ -1,4 +1,4 @@
-"""Drafts from the request's own text, without a model: what followed its last tokens when they stood there before."""
+"""N-gram drafting: tokens that followed earlier occurrences of the request's last tokens in its own text."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -9,23 +9,23 @@ from mla_attn.speculative.tree import DraftTree
 
 def ngram_drafts(text: Int[Array, "B L"], lens: Int[Array, "B"], tree: DraftTree, *, n: int) -> Int[Array, "B nodes"]:
     """Drafts a tree by prompt lookup (vLLM's and sglang's "ngram" speculation): each node's children are the tokens
-    that stood in the text after the node's last tokens, those after the longest match first.
+    that followed earlier occurrences of the node's last tokens in the text, the longest match first.
 
-    Up to ``n`` tokens are matched; of equally long matches the latest wins. Children of a node differ.
+    Up to ``n`` tokens are matched; of equally long matches the latest wins. The children of a node are distinct.
 
     Args:
-        text: tokens of each request, not negative, the anchor last; past its length anything.
+        text: tokens of each request, not negative, the anchor last; entries past its length are ignored.
         lens: tokens of each request.
         tree: shape of the tree.
         n: most tokens to match, at least 1.
 
     Returns:
-        Tokens of all nodes but the anchor; -1 where nothing matches, and after such a node.
+        Tokens of all nodes except the anchor; -1 for nodes without a match and for their descendants.
     """
     text, lens, n = as_int32("text", text), as_int32("lens", lens), check_integer("n", n, 1)
     at = lens[:, None] - n + jnp.arange(n, dtype=jnp.int32)
     last = jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1, mode="clip")
-    suffixes = jnp.where(at >= 0, last, -1)[:, None]  # [B, nodes of the level, n]: what -1 stands in matches nothing
+    suffixes = jnp.where(at >= 0, last, -1)[:, None]  # [B, nodes of the level, n]; a suffix with -1 matches nothing
     drafts = []
     for width in tree.widths:
         children = _followers(text, lens, suffixes, width)
@@ -36,11 +36,11 @@ def ngram_drafts(text: Int[Array, "B L"], lens: Int[Array, "B"], tree: DraftTree
 
 
 def _followers(text, lens, suffixes, width: int):
-    """The ``width`` tokens that followed the longest matches of each suffix, [B, nodes, width]."""
+    """The ``width`` tokens that follow the longest matches of each suffix, [B, nodes, width]."""
     room, n = text.shape[1], suffixes.shape[2]
     place = jnp.arange(room, dtype=jnp.int32)
     matched, run = True, 0
-    for k in range(n):  # tokens back from the one that follows
+    for k in range(n):  # distance back from the token that follows
         before = jnp.pad(text, ((0, 0), (k + 1, 0)), constant_values=-2)[:, :room]
         matched &= before[:, None] == suffixes[:, :, n - 1 - k, None]
         run += matched
