@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant("a lost beginning stays lost", "cache/prefix.py", "if digest not in self._kept:", "if digest not in self._kept and digests[-1] not in self._kept:", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
     Mutant("launches kept after a fault", "mla_attn/engine/faults.py", "engine._unread.clear()", "pass", FAULTS + "test_c51_an_interrupt_while_the_host_waits"),
     Mutant("pages trusted after a fault", "mla_attn/engine/faults.py", "engine._scheduler.reset(live)", "pass", FAULTS + "test_a_pass_that_raises"),
-    Mutant("rows of other weights kept", "mla_attn/engine/engine.py", "self._in_doubt = True  # all that is", "pass  # all that is", FAULTS + "test_c49_other_weights_between_steps"),
+    Mutant("rows of other weights kept", "mla_attn/engine/engine.py", "self._in_doubt = True  # cached rows", "pass  # cached rows", FAULTS + "test_c49_other_weights_between_steps"),
     Mutant("logits that are no numbers drawn from", "mla_attn/passes/functions.py", "jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, INVALID_TOKEN)", "tokens", FAULTS + "test_c45_tokens_before_the_invalid_one_are_handed_out"),
     Mutant("tokens lost when cut short", "mla_attn/engine/outputs.py", "            self._record(self._current)", "            pass", "tests/engine/test_outputs.py"),
     Mutant("found before it was accounted for", "mla_attn/engine/scheduler.py", "min(self.num_accounted + ", "min(self.num_computed + ", "tests/engine/test_scheduler.py"),
