@@ -11,9 +11,13 @@
 # %% [markdown]
 # # Paged latent attention in a Flax model
 #
-# Four things in a few minutes on a CPU: what multi-head latent attention (MLA) caches and why that is small; a Flax NNX
-# layer that keeps its tokens in a paged cache under `jax.jit`; decode and speculative verify over the same cache side
-# by side; and how many tokens a verify step accepts as drafts get longer or branch.
+# This notebook runs on a CPU in a few minutes, in a checkout of the repository (`pip install -e '.[bench,notebooks]'`).
+# It shows
+#
+# 1. what multi-head latent attention (MLA) caches, and why that is small;
+# 2. a Flax NNX layer with a paged cache, under `jax.jit`;
+# 3. decoding, and verifying several tokens in one call, over the same cache;
+# 4. how many drafted tokens a small model accepts per verify step.
 
 # %%
 import pathlib
@@ -33,16 +37,16 @@ from mla_attn.speculative import DraftTree
 # %% [markdown]
 # ## What MLA caches, and why it is small
 #
-# A model that generates text keeps something of every past token, in every layer, so that it need not compute it again.
-# Ordinary attention keeps a key and a value for each head. Grouped-query attention (GQA) lets several query heads share
-# them. MLA keeps one row for *all* heads: a latent `c`, from which the keys and values of every head can be computed,
-# and one rotary key `r`, because a rotation that depends on the position cannot be part of a fixed matrix.
+# A model that generates text caches every past token in every layer, so that it need not compute it again. Multi-head
+# attention caches a key and a value per head. In grouped-query attention (GQA) several query heads share them. MLA
+# caches one row for *all* heads: a latent `c`, from which the keys and values of every head can be computed, and one
+# rotary key `r`, which is separate because a rotation that depends on the position cannot be part of a fixed matrix.
 #
 # A decode step does not expand the latent. The score of head h is `(q_nope @ W_UK[h]) . c + q_rope . r`: the matrix
-# that would expand the key goes into the query instead (it is "absorbed"). The result is a mixture of latents, which
-# `W_UV[h]` turns into a mixture of values afterwards. So all heads read the same small row, whose latent is key and
-# value at once. The row is what a step has to load for each token of the context, and what limits how many requests
-# fit.
+# that would expand the key is applied to the query instead (it is "absorbed"). The result is a weighted sum of latents,
+# from which `W_UV[h]` computes the weighted sum of values. So all heads read the same small row, and its latent is both
+# key and value. The size of the row determines how many bytes a step reads per token of context, and how many requests
+# fit in memory.
 
 # %%
 cached = {  # channels of a token in one layer
@@ -62,9 +66,9 @@ plt.show()
 # %% [markdown]
 # ## A layer with a paged cache
 #
-# The rows of a request lie in *pages* of a fixed number of tokens, which may be anywhere in the pool; a *page table*
-# lists the pages of each request in order. The layer below leaves rotation out to stay short; `mla_attn.models` has the
-# real one.
+# The cached rows of a request are stored in *pages* of a fixed number of tokens, anywhere in a *pool* of pages; a *page
+# table* lists the pages of each request in order. The layer below omits rotary embeddings to stay short;
+# `mla_attn.models` has the real one.
 
 
 # %%
@@ -94,15 +98,16 @@ layer = LatentAttention(dim=64, heads=4, nope=16, rope=8, rank=32, rngs=nnx.Rngs
 graph, weights = nnx.split(layer)
 
 # %% [markdown]
-# One function of arrays, metadata and the pool, jitted as a whole. The pool is donated, so the step writes in place:
-# the array that went in is gone, and nothing of its size is copied.
+# The whole step is one jitted function. A builder (`for_decode`, `for_target_verify`) computes the metadata from the
+# page table and the lengths: the position of each new row, the slot where it is cached, and the keys that it sees. The
+# pool is donated, so the step writes in place: the input array is deleted, and nothing of its size is copied.
 
 # %%
 PAGE = 4
 
 
 def run(weights, pool, x, page_table, lengths, *, rows):
-    """`rows` new tokens per request on top of `lengths` cached ones."""
+    """Runs `rows` new tokens per request after `lengths` cached ones."""
     if rows == 1:
         metadata = mla_attn.for_decode(page_table, lengths + 1, page_size=PAGE)
         step = steps.decode
@@ -133,9 +138,10 @@ print("decoded one by one:", jnp.stack(decoded, axis=1).shape, "| input pool don
 # %% [markdown]
 # ## Verify: several rows at once
 #
-# A verify call carries the last token and its drafts, each row seeing the rows before it. Here the last four of the
-# nine tokens go through in one call, on top of five cached ones. With `batch_invariant=True` a row's bits depend on
-# its query and its visible keys alone, so attention gives the very bits that decoding one by one gave.
+# Speculative decoding drafts several tokens cheaply, then verifies them in one call of the model. The rows of that call
+# are the last token and its drafts, and each row sees the rows before it. Here the last four of the nine tokens run in
+# one call, after five cached ones. With `batch_invariant=True` the bits of a row depend only on its query and its
+# visible keys, so attention gives the same bits as decoding one by one. (The dense layers may round differently.)
 
 # %%
 pool = new_pool()
@@ -148,15 +154,17 @@ print("largest difference, dense layers included:", np.abs(verified - one_by_one
 # %% [markdown]
 # ## How many drafts are accepted?
 #
-# `tests/fixtures/deepseek-v3-tiny` is a small trained model in the layout of DeepSeek-V3, its multi-token-prediction
-# layer included. That layer drafts, the model verifies. However drafts are made, the tokens are those of greedy
-# decoding; what changes is how many come out of each pass of the model.
+# `tests/fixtures/deepseek-v3-tiny` is a small trained model in the format of DeepSeek-V3, with its
+# multi-token-prediction (MTP) layer, which drafts. A chain "1x1x1" is three drafts, one after the other; a tree "2x2"
+# has two candidates after the last token, and two after each of them. Drafting never changes the tokens, only how many
+# of them each pass of the model gives.
 
 # %%
 here = pathlib.Path(__file__).parent if "__file__" in globals() else pathlib.Path.cwd()
 checkpoint = here.parent / "tests" / "fixtures" / "deepseek-v3-tiny"
 model = load_checkpoint(checkpoint, dtype=jnp.float32)
-prompts = [[256, *text.encode()] for text in ("This program is free software", "Permission is hereby granted")]
+texts = ("This program is free software", "Permission is hereby granted")
+prompts = [[256, *text.encode()] for text in texts]  # token ids are bytes; 256 is the begin token
 
 shapes = {"chain": ["1", "1x1", "1x1x1", "1x1x1x1"], "tree": ["2", "2x2", "4x1x1"]}
 plain = generate(model, prompts, max_new_tokens=64)

@@ -11,9 +11,10 @@
 # %% [markdown]
 # # Speculative decoding in the engine
 #
-# One engine serves plain and speculative requests together. This notebook shows that speculation does not change a
-# token, how far drafts are accepted, and what a round of drafting and verifying costs against what it brings. It runs
-# on a CPU; nearly all of the time goes into compiling.
+# Speculative decoding drafts several tokens cheaply, then verifies them in one pass of the model. One engine runs plain
+# and speculative requests together. This notebook shows that speculation does not change tokens, how many drafts are
+# accepted, and what a round of drafting and verifying costs and gains. It runs on a CPU in a few minutes, nearly all of
+# them for compiling. [The quickstart](quickstart.ipynb) explains the paged cache.
 
 # %%
 import itertools
@@ -29,9 +30,10 @@ from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
 
 # %% [markdown]
-# `tests/fixtures/deepseek-v3-tiny` is a small trained model in the layout of DeepSeek-V3, its multi-token-prediction
-# (MTP) layer included. That layer drafts, the model verifies. A request asks for one of the engine's draft trees, or
-# for none; each tree adds programs to compile. The prefix cache is off so that repeated requests do equal work.
+# `tests/fixtures/deepseek-v3-tiny` is a small trained model in the format of DeepSeek-V3, with its
+# multi-token-prediction (MTP) layer, which drafts. A draft tree "3x2" has three candidates after the last token and two
+# after each of them; "1x1x1" is a chain of three. A request uses one of the engine's draft trees, or none; each tree
+# adds programs to compile. The prefix cache is off so that repeated requests do equal work.
 
 # %%
 here = pathlib.Path(__file__).parent if "__file__" in globals() else pathlib.Path.cwd()
@@ -56,17 +58,17 @@ print(engine.statistics.programs, "programs")
 # %% [markdown]
 # ## Same tokens
 #
-# Six requests for one prompt: greedy and at temperature 0.8, each without speculation, with a chain of three drafts and
-# with a tree. The engine runs two at a time and admits the next one when one of them ends. Requests of different
-# speculation share the cache and the steps; each kind has passes of its own.
+# Six requests have the same prompt: greedy and at temperature 0.8, each without speculation, with a chain of three
+# drafts and with a tree. The engine runs two at a time and admits the next one when one of them ends. Requests with
+# different trees share the cache and the engine's steps; each kind has its own passes within a step.
 
 # %%
 NEW = 48
-prompt = [256, *b"This program is free software"]
+prompt = [256, *b"This program is free software"]  # token ids are bytes; 256 is the begin token
 
 
 def serve(requests):
-    """The outputs of each request, as lists of the tokens that came together."""
+    """The outputs of each request, each a list of the tokens that the engine returned together."""
     ids = [engine.add_request(tokens, params) for tokens, params in requests]
     pieces = {request: [] for request in ids}
     for output in engine.run():
@@ -90,16 +92,16 @@ for temperature, name in cases:
         print(f"  {name}: the same, in {len(pieces)} outputs of {', '.join(str(len(piece)) for piece in pieces)}")
 
 # %% [markdown]
-# At a temperature speculation keeps the distribution anyway (arXiv:2211.17192). Here it keeps the tokens: a draw is the
-# largest of logit plus Gumbel noise, and the noise depends on the request's seed and the token's position only. The
-# target draws at every verified row what it would have drawn there when decoding, and drafts, which are points and not
-# draws, are accepted while they equal it.
+# At a temperature above 0, speculative sampling keeps the distribution of tokens (arXiv:2211.17192). This engine keeps
+# the tokens themselves: a sample is the largest logit plus Gumbel noise, and the noise depends only on the request's
+# seed and the token's position. So the target samples at every verified row the token that it would have sampled when
+# decoding. Drafts are not sampled; they are accepted while they equal the target's tokens.
 #
 # ## Acceptance by position
 #
-# An output of n tokens comes from a verify step that accepted n - 1 drafts and added the correction or bonus. The first
-# output of a request is the prompt's and the last one may be cut at `max_new_tokens`; both are left out. The rest gives
-# the share of verify steps in which the draft at depth d was accepted, and with it all before it.
+# An output of n tokens comes from a verify step that accepted n - 1 drafts and added the target's own next token. The
+# first output of a request comes from the prompt, and the last one may be cut at `max_new_tokens`; both are left out.
+# From the others follows the share of verify steps that accepted the draft at depth d (and so all drafts before it).
 
 # %%
 texts = [
@@ -139,33 +141,34 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# If every draft were accepted with the same probability a, whatever came before it, the share at depth d would be a^d
-# and a step would bring (1 - a^(K+1)) / (1 - a) tokens (arXiv:2211.17192, equation 1). The solid lines fall below the
-# dashed ones: past depth 1 the MTP layer works from its own hidden state instead of the target's. The tree starts
-# higher, with three candidates at its first level instead of one, and has two after each at its second (for trees see
-# arXiv:2305.09781). It is one level shorter, so no step brings more than three tokens.
+# If every draft were accepted with the same probability a, independently of the others, the share at depth d would be
+# a^d and a step would give (1 - a^(K+1)) / (1 - a) tokens (arXiv:2211.17192, equation 1). The solid lines are below the
+# dashed ones, because past depth 1 the MTP layer continues from its own hidden state instead of the target's. The tree
+# starts higher, because it has three candidates at its first level instead of one (for trees see arXiv:2305.09781). It
+# is one level shorter, so no step gives more than three tokens.
 #
 # ## What a round costs
 #
-# A round is drafting, verifying and bringing the draft layer's cache up to date. The expected speed-up of decoding is
-# tokens per round over the cost of a round, in plain decode steps. The measured one is of whole requests, from
-# `add_request` to the last token, the prompt included. Requests run one at a time here, kinds in turn so that other
-# work on the machine hits all of them alike.
+# A round drafts, verifies, and runs the accepted tokens through the draft layer. The expected speed-up of decoding is
+# the tokens per round divided by the cost of a round, which is its time in plain decode steps. The measured speed-up is
+# that of whole requests, from `add_request` to the last token, including the prompt. Requests run one at a time here,
+# the kinds in turn, so that other work on the machine affects all of them alike.
 #
-# A step of the engine launches one round and returns the tokens of the round before, which may end early or late within
-# it. So a round's time is a request's time over its rounds, not that of a single step; of repeats the median counts.
+# A step of the engine launches one round and returns the tokens of the previous round, which may finish at any time
+# during the step. So the time of a round is computed as a request's time divided by its rounds; the median of repeats
+# is shown.
 
 
 # %%
 def timed(tokens, kind):
-    """Seconds of one request: of all of it, and of one round, those after the prompt on average."""
+    """Seconds of one request, and the mean seconds of its rounds after the prompt."""
     engine.add_request(tokens, params(kind))
     clock, counts = [time.perf_counter()], []
     while engine.busy:
         counts.append(sum(len(output.tokens) for output in engine.step()))
         clock.append(time.perf_counter())
-    # The first step launches the prompt and a round and the second returns both; each one after returns a round. When
-    # the last token comes, a round that nobody needs may be under way.
+    # The first step launches the prompt and a round, and the second returns both; each later step returns a round. When
+    # the last token is returned, another round may still be running.
     last = max(step for step, count in enumerate(counts) if count)
     return clock[last + 1] - clock[0], (clock[last + 1] - clock[2]) / (last - 1)
 
@@ -206,11 +209,11 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The cost of a round is its break-even: speculation gains where a round brings more tokens than that. A tiny model on a
-# CPU gains little or loses. A pass of the MTP layer costs nearly as much as a decode step: it is one layer beside
-# three, not beside sixty-one, and every program has its fixed cost. And the rows of drafts add to the cost of
-# verifying; they are nearly free only where reading the weights bounds a decode step. The measured ratio also holds the
-# prompt's passes and what is cut at the end of a request.
+# Speculation is faster if a round gives more tokens than its cost in decode steps. A tiny model on a CPU gains little
+# or loses: a pass of the MTP layer costs nearly as much as a decode step, because the model has three layers
+# (DeepSeek-V3 has sixty-one) and every program has a fixed cost. The rows of drafts also add to the cost of verifying;
+# they are nearly free only if a decode step is bound by reading the weights. The measured speed-up also includes the
+# prompt's passes and the tokens that are cut at the end of a request.
 #
-# DeepSeek-V3 itself reports 1.8 times the tokens/s from one MTP draft, accepted in 85 to 90 % of the cases
-# (arXiv:2412.19437, section 5.4.3).
+# For DeepSeek-V3 itself, one MTP draft is reported to be accepted in 85 to 90 % of the cases and to give 1.8 times the
+# tokens per second (arXiv:2412.19437, section 5.4.3).
