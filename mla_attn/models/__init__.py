@@ -2,6 +2,8 @@
 
 from mla_attn.models.base import CacheGroup, CausalLM
 from mla_attn.models.config import DeepseekConfig
+from mla_attn.models.decoder import DecoderForCausalLM
+from mla_attn.models.decoder_config import DecoderConfig
 from mla_attn.models.deepseek import DeepseekForCausalLM
 from mla_attn.models.loading import Checkpoint, load_checkpoint, open_checkpoint
 from mla_attn.models.random_weights import random_model
@@ -13,6 +15,8 @@ __all__ = [
     "CausalLM",
     "Checkpoint",
     "CheckpointError",
+    "DecoderConfig",
+    "DecoderForCausalLM",
     "DeepseekConfig",
     "DeepseekForCausalLM",
     "check_model_fits",

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import KVPool, LatentPool
 from mla_attn.dispatch import Order, choose
 from mla_attn.metadata import AttentionMetadata
+from mla_attn.names import DTYPES
 from mla_attn.ops import gqa, mla
 from mla_attn.specs import GQASpec, MLASpec
 
@@ -24,6 +27,7 @@ Pool = LatentPool | KVPool
 Pools = dict[str, Pool]
 Metadata = Mapping[str, AttentionMetadata]
 MODES = ("prefill", "extend", "decode", "target_verify", "draft_extend", "draft_decode")
+PROMPT_MODES = ("prefill", "extend")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,23 @@ def check_groups(name: str, value: Any, groups: Iterable[CacheGroup]) -> None:
         raise ValueError(f"{name} is a {type(value).__name__}, must be {keys}, a value for each cache group")
     if set(value) != set(wanted):
         raise ValueError(f"{name} has the cache groups {list(value)}, must be {keys}")
+
+
+def check_dtype(dtype: DTypeLike) -> np.dtype:
+    """A model's dtype; ValueError for another than bfloat16, float16 or float32."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in DTYPES:
+        raise ValueError(f"dtype={dtype.name} must be one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def check_step(mode: str, tree_mask: Any) -> None:
+    """ValueError for a mode that does not exist, or a tree mask with one of prompts."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
+    if tree_mask is not None and mode in PROMPT_MODES:
+        others = [name for name in MODES if name not in PROMPT_MODES]
+        raise ValueError(f"tree_mask with mode={mode!r}: must be one of {', '.join(others)}")
 
 
 @runtime_checkable

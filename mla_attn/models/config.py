@@ -20,9 +20,9 @@ from mla_attn.models.keys import (
     YARN,
 )
 from mla_attn.models.rope import Yarn
-from mla_attn.models.settings import number, read_settings, section
+from mla_attn.models.rope_settings import read_rope
+from mla_attn.models.settings import number, read_settings
 from mla_attn.steps import QueryScaling
-from mla_attn.text import shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class DeepseekConfig:
             query_scaling=scaling,
             **_read_experts(data),
             eos_token_ids=read_settings(data, END_TOKENS)["eos_token_id"],
-            weight_block_size=None if quantization is None else _read_block_size(quantization),
+            weight_block_size=None if quantization is None else read_block_size(quantization),
         )
 
     def __post_init__(self):
@@ -158,41 +158,13 @@ def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None, QueryScaling | None]:
-    """rope_theta, YaRN and scaling of queries, from ``rope_scaling`` or the newer ``rope_parameters``, which has
-    ``rope_theta`` inside."""
-    names = [name for name in ("rope_scaling", "rope_parameters") if data.get(name) is not None]
-    if len(names) > 1:
-        raise ValueError("rope_scaling and rope_parameters are two spellings of one thing; give one")
-    name = names[0] if names else "rope_scaling"
-    rope = section(name, data[name]) if names else {}
-    rope = {key: value for key, value in rope.items() if value is not None}  # null is as good as absent
-    if "rope_theta" in rope:
-        theta = read_settings(rope, ROPE_THETA, within=name)["rope_theta"]
-    else:
-        theta = read_settings(data, ROPE_THETA)["rope_theta"]
-    kind, beta, positions = _rope_type(name, rope), rope.get("llama_4_scaling_beta"), data["max_position_embeddings"]
-    fixed = read_settings(rope, {key: setting for key, setting in ROPE.items() if key != "type"}, within=name)
-    repeated = fixed["max_position_embeddings"]  # by some writers
-    if repeated not in (None, positions):
-        raise ValueError(f"{name} max_position_embeddings={repeated} is not the file's own: {shown(positions)}")
-    allowed = {"rope_theta", "rope_type", "llama_4_scaling_beta", *ROPE}
-    allowed |= set(YARN) if kind == "yarn" else set() if beta is None else set(TRAINED)
-    if unknown := sorted(rope.keys() - allowed):
-        raise ValueError(
-            f"{name} of type {kind!r} has keys that are not supported: {', '.join(map(shown, unknown))}; "
-            f"supported: {', '.join(sorted(allowed))}"
-        )
-    yarn = Yarn(**read_settings(rope, YARN, within=name)) if kind == "yarn" else None
-    return theta, yarn, None if beta is None else _read_scaling(name, rope)
-
-
-def _rope_type(name: str, rope: Mapping[str, Any]) -> str:
-    kinds = [rope[key] for key in ("rope_type", "type") if key in rope]
-    for kind in kinds:
-        ROPE["type"].kind(f"{name} type", kind)
-    if len(set(kinds)) > 1:
-        raise ValueError(f"{name} rope_type={kinds[0]!r} and type={kinds[1]!r} must be the same")
-    return kinds[0] if kinds else "default"
+    """rope_theta, YaRN and scaling of queries."""
+    section = data.get("rope_scaling") or data.get("rope_parameters")
+    scaled = isinstance(section, dict) and section.get("llama_4_scaling_beta") is not None
+    kinds = {"default": QUERY_SCALING | (TRAINED if scaled else {}), "yarn": QUERY_SCALING | YARN}
+    rope = read_rope(data, theta=ROPE_THETA, common=ROPE, kinds=kinds)
+    yarn = Yarn(**read_settings(rope.keys, YARN, within=rope.name)) if rope.kind == "yarn" else None
+    return rope.theta, yarn, _read_scaling(rope.name, rope.keys) if scaled else None
 
 
 def _read_scaling(name: str, rope: Mapping[str, Any]) -> QueryScaling:
@@ -203,5 +175,6 @@ def _read_scaling(name: str, rope: Mapping[str, Any]) -> QueryScaling:
     )
 
 
-def _read_block_size(quantization: dict[str, Any]) -> tuple[int, int]:
+def read_block_size(quantization: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale in FP8 weights; ValueError for other ways to quantise."""
     return read_settings(quantization, FP8, within="quantization_config")["weight_block_size"]

@@ -2,8 +2,8 @@
 
 Shapes: T rows of the call, H heads, Dn and E the nope and rope widths of a query or key head, V of a value head, R the
 latent rank. ``dtype`` float32 means float32 throughout: every product runs at the highest precision (no TF32). With
-bfloat16, parameters and activations are bfloat16, products accumulate in float32, and norms, softmax, router and rope
-are computed in float32.
+bfloat16 or float16, parameters and activations are of that dtype, products accumulate in float32, and norms, softmax,
+router and rope are computed in float32.
 """
 
 import dataclasses
@@ -20,7 +20,16 @@ from mla_attn import steps
 from mla_attn.cache import LatentPool
 from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.models.base import MODES, CacheGroup, Metadata, Pools, check_groups, create_pools
+from mla_attn.models.base import (
+    PROMPT_MODES,
+    CacheGroup,
+    Metadata,
+    Pools,
+    check_dtype,
+    check_groups,
+    check_step,
+    create_pools,
+)
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weight
 from mla_attn.models.moe import MoE
@@ -28,10 +37,8 @@ from mla_attn.models.rope import rotate, rotation
 from mla_attn.ops import plan_mla
 from mla_attn.specs import MLASpec
 
-PROMPT_MODES = ("prefill", "extend")  # the only ones with a choice of form, the others run absorbed
 GROUP = "full"  # the one cache group
 Form = Literal["expanded", "absorbed"]  # attention over per-head keys and values, or over the latent itself
-DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +68,13 @@ class DeepseekForCausalLM(nnx.Module):
 
     Args:
         config: what the checkpoint is.
-        dtype: bfloat16 or float32, of parameters and activations.
+        dtype: bfloat16, float16 or float32, of parameters and activations.
         rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
         draft_layer: False leaves out the draft layer that the config promises, for checkpoints without its weights.
     """
 
     def __init__(self, config: DeepseekConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, draft_layer: bool = True):
-        dtype = jnp.dtype(dtype)
-        if dtype.name not in DTYPES:
-            raise ValueError(f"dtype={dtype.name} must be one of {', '.join(DTYPES)}")
+        dtype = check_dtype(dtype)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
@@ -222,7 +227,8 @@ class DeepseekForCausalLM(nnx.Module):
         self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation
     ) -> tuple[Step, AttentionMetadata]:
         """How the layers attend, and the metadata with what their attention shares, where there is such a thing."""
-        _check_step(mode, form, tree_mask)
+        check_step(mode, tree_mask)
+        _check_form(mode, form)
         if form == "expanded":
             return Step(mode, form, tree_mask, implementation), m
         tree = tree_mask is not None
@@ -343,13 +349,9 @@ def _rotation(config: DeepseekConfig, metadata: AttentionMetadata):
     return rotation(metadata.positions, config.qk_rope_head_dim, config.rope_theta, config.yarn)
 
 
-def _check_step(mode: str, form: str | None, tree_mask) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
+def _check_form(mode: str, form: str | None) -> None:
+    """Only prompts have a choice, all else runs absorbed."""
     if form not in (None, "expanded", "absorbed"):
         raise ValueError(f"form={form!r} must be None, 'expanded' or 'absorbed'")
     if form == "expanded" and mode not in PROMPT_MODES:
         raise ValueError(f"form='expanded' with mode={mode!r}: must be one of {', '.join(PROMPT_MODES)}")
-    if tree_mask is not None and mode in PROMPT_MODES:
-        others = [name for name in MODES if name not in PROMPT_MODES]
-        raise ValueError(f"tree_mask with mode={mode!r}: must be one of {', '.join(others)}")

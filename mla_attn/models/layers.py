@@ -9,24 +9,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # JAX's GELU is the tanh form
 _LEAST_ROWS = 8  # of a product
 
 
 class Linear(nnx.Module):
-    """``x @ kernel`` without bias, accumulated in float32; ``kernel`` is [in, out].
+    """``x @ kernel``, plus ``bias`` if there is one, accumulated in float32; ``kernel`` is [in, out].
 
     Not ``nnx.Linear``, because the precision must follow the dtype and the heads want the float32 accumulator itself.
     """
 
-    def __init__(self, dim_in: int, dim_out: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, dim_in: int, dim_out: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
         self.kernel = weight(rngs, (dim_in, dim_out), dtype)
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(dim_out, dtype))
 
     def __call__(self, x):
         return self.float32(x).astype(x.dtype)
 
     def float32(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        """The product before it is rounded to the dtype of ``x``."""
-        return dot(x, self.kernel[...])
+        """The result before it is rounded to the dtype of ``x``."""
+        product = dot(x, self.kernel[...])
+        if not hasattr(self, "bias"):
+            return product
+        return product + jnp.broadcast_to(self.bias[...].astype(jnp.float32), product.shape)
 
 
 class Embedding(nnx.Module):
@@ -44,28 +50,32 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """``x / rms(x) * scale``, computed in float32."""
+    """``x / rms(x) * (offset + scale)``, computed in float32; checkpoints of Gemma hold scales about an offset of 1."""
 
-    def __init__(self, dim: int, eps: float, *, dtype):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones(dim, dtype))
+    def __init__(self, dim: int, eps: float, *, dtype, offset: float = 0.0):
+        self.eps, self.offset = eps, offset
+        self.scale = nnx.Param(jnp.full(dim, 1.0 - offset, dtype))
 
     def __call__(self, x):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        if self.offset:
+            scale = scale + self.offset
+        return (wide * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
 
 
 class MLP(nnx.Module):
-    """Dense SwiGLU MLP."""
+    """Dense gated MLP: SwiGLU, or GeGLU with the activation "gelu_tanh"."""
 
-    def __init__(self, dim: int, width: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, dim: int, width: int, *, dtype, rngs: nnx.Rngs, activation: str = "silu"):
+        self.activation = activation
         self.gate_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(dim, width, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(width, dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, x):
-        return self.down_proj(swiglu(self.gate_proj.float32(x), self.up_proj.float32(x), x.dtype))
+        return self.down_proj(gated(self.gate_proj.float32(x), self.up_proj.float32(x), x.dtype, self.activation))
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
@@ -95,6 +105,11 @@ def einsum(equation, x, kernel):
     return jnp.einsum(equation, x, kernel, precision=_precision(x), preferred_element_type=x.dtype)
 
 
-def swiglu(gate, up, dtype):
-    """SwiGLU (arXiv:2002.05202) of the two halves, in ``dtype``."""
-    return (jax.nn.silu(gate) * up).astype(dtype)
+def gated(gate, up, dtype, activation: str = "silu"):
+    """SwiGLU (arXiv:2002.05202) of the two halves, or GeGLU with GELU's tanh form, in ``dtype``."""
+    return (ACTIVATIONS[activation](gate) * up).astype(dtype)
+
+
+def capped(x, cap: float | None):
+    """``cap * tanh(x / cap)``; x itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -1,4 +1,6 @@
-"""Mixture of experts as DeepSeek builds it: a router, routed experts and shared ones."""
+"""Mixtures of experts: as DeepSeek builds them (a router, routed experts and shared ones), and as gpt-oss does."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mla_attn.models.config import DeepseekConfig
-from mla_attn.models.layers import MLP, dot, swiglu, weight
+from mla_attn.models.decoder_config import DecoderConfig
+from mla_attn.models.layers import MLP, Linear, dot, gated, weight
 from mla_attn.ops.grouped_matmul import grouped_matmul
 
 
@@ -29,15 +32,34 @@ class MoE(nnx.Module):
         return out + self.shared_experts(x) if self.has_shared else out
 
     def _experts(self, x, experts: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T dim"]:
-        """Sort the (token, expert) pairs by expert, run each expert over its run of rows, and sum per token."""
-        chosen = experts.reshape(-1)
-        order = jnp.argsort(chosen)
-        sizes = jnp.bincount(chosen, length=self.gate_proj.shape[0]).astype(jnp.int32)
-        rows = x[order // experts.shape[1]]
-        gate, up = (grouped_matmul(rows, w[...], sizes) for w in (self.gate_proj, self.up_proj))
-        hidden = swiglu(gate, up, x.dtype)
-        out = grouped_matmul(hidden, self.down_proj[...], sizes)[jnp.argsort(order)]  # the inverse permutation
-        return (out.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
+        def run(rows, sizes, _):
+            gate, up = (grouped_matmul(rows, w[...], sizes) for w in (self.gate_proj, self.up_proj))
+            return grouped_matmul(gated(gate, up, x.dtype), self.down_proj[...], sizes)
+
+        return through_experts(x, experts, weights, self.gate_proj.shape[0], run)
+
+
+def through_experts(
+    x: Float[Array, "T dim"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    count: int,
+    run: Callable[[Array, Array, Array], Array],
+) -> Float[Array, "T dim"]:
+    """Sort the (token, expert) pairs by expert, run each expert over its run of rows, and sum per token, weighted.
+
+    Args:
+        x: a row a token.
+        experts: of each token.
+        weights: of their results.
+        count: experts there are.
+        run: from rows in runs [T * k, dim], the size of each expert's run, and the expert of each row, to results.
+    """
+    chosen = experts.reshape(-1)
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
+    out = run(x[order // experts.shape[1]], sizes, chosen[order])[jnp.argsort(order)]  # the inverse permutation
+    return (out.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
 
 
 class Router(nnx.Module):
@@ -85,3 +107,36 @@ def _keep_groups(scores: Float[Array, "T experts"], groups: int, kept: int, *, b
     _, chosen = jax.lax.top_k(group_scores, kept)
     keep = jax.nn.one_hot(chosen, groups, dtype=bool).any(axis=1)
     return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+class ClampedMoE(nnx.Module):
+    """The experts of gpt-oss: biases throughout, clamped SwiGLU (Hugging Face's code published with the checkpoints).
+
+    An expert is ``down(min(gate, c) * sigmoid(1.702 min(gate, c)) * (clip(up, -c, c) + 1))``. The weights of a token's
+    experts are the softmax over their router logits alone.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+        dim, width, count = config.hidden_size, config.intermediate_size, config.num_experts
+        self.chosen, self.limit = config.num_experts_per_tok, config.swiglu_limit
+        self.router = Linear(dim, count, dtype=jnp.float32, rngs=rngs, bias=True)  # near ties flip experts
+        self.gate_proj = weight(rngs, (count, dim, width), dtype)
+        self.up_proj = weight(rngs, (count, dim, width), dtype)
+        self.down_proj = weight(rngs, (count, width, dim), dtype)
+        self.gate_bias = nnx.Param(jnp.zeros((count, width), dtype))
+        self.up_bias = nnx.Param(jnp.zeros((count, width), dtype))
+        self.down_bias = nnx.Param(jnp.zeros((count, dim), dtype))
+
+    def __call__(self, x: Float[Array, "T dim"]) -> Float[Array, "T dim"]:
+        logits, experts = jax.lax.top_k(self.router.float32(x.astype(jnp.float32)), self.chosen)
+        weights = jax.nn.softmax(logits, axis=-1)
+        return through_experts(x, experts, weights, self.gate_proj.shape[0], self._run).astype(x.dtype)
+
+    def _run(self, rows, sizes, experts):
+        def product(inputs, matrices, biases):
+            return grouped_matmul(inputs, matrices[...], sizes) + biases[...].astype(jnp.float32)[experts]
+
+        gate = jnp.minimum(product(rows, self.gate_proj, self.gate_bias), self.limit)
+        up = jnp.clip(product(rows, self.up_proj, self.up_bias), -self.limit, self.limit)
+        hidden = (gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)).astype(rows.dtype)
+        return product(hidden, self.down_proj, self.down_bias)

@@ -7,8 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from mla_attn.models.base import CausalLM
-from mla_attn.models.config import DeepseekConfig
-from mla_attn.models.deepseek import DeepseekForCausalLM
+from mla_attn.models.families import make_model, read_model_config
 
 
 def random_model(config: Mapping[str, Any], *, dtype: DTypeLike, seed: int = 0) -> CausalLM:
@@ -16,10 +15,10 @@ def random_model(config: Mapping[str, Any], *, dtype: DTypeLike, seed: int = 0) 
 
     Args:
         config: what a checkpoint's ``config.json`` says.
-        dtype: bfloat16 or float32, of parameters and activations.
+        dtype: bfloat16, float16 or float32, of parameters and activations.
         seed: of the weights.
 
     Raises:
         ValueError: a config that asks for what is not supported, or a wrong ``dtype``.
     """
-    return DeepseekForCausalLM(DeepseekConfig.from_hf(config), dtype=dtype, rngs=nnx.Rngs(seed))
+    return make_model(read_model_config(config), dtype=dtype, rngs=nnx.Rngs(seed))

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as DeepSeek uses them: interleaved or half-split pairs, plain or YaRN frequencies.
+"""Rotary position embeddings: interleaved (DeepSeek) or half-split pairs; plain, YaRN or Llama 3 frequencies.
 
 YaRN is arXiv:2309.00071; the two ``mscale`` factors are DeepSeek's (arXiv:2405.04434, and the modelling code published
 with the checkpoints). All of it is computed in float32.
@@ -23,6 +23,7 @@ class Yarn:
         beta_slow: dimensions that turn less often than this have it divided by ``factor``.
         mscale: weight of the attention temperature on cos and sin.
         mscale_all_dim: weight of the attention temperature on the whole softmax, which cos and sin divide by.
+        truncate: whether the ramp between kept and divided frequencies begins and ends at whole pairs.
     """
 
     factor: float
@@ -31,6 +32,7 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
 
     @property
     def rotation_scale(self) -> float:
@@ -45,35 +47,71 @@ class Yarn:
     def _temperature(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
+    def stretched(self, dim: int, theta: float) -> np.ndarray:
+        """How far each pair's frequency is divided by ``factor``: 0 below the pair that makes ``beta_fast`` turns in
+        the trained context, 1 above the pair that makes ``beta_slow``, linear in the pair's index between them."""
 
-def inverse_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> np.ndarray:
+        def pair_turning(turns: float) -> float:
+            wavelength = self.original_max_position_embeddings / turns
+            return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_turning(self.beta_fast), pair_turning(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        return np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3:
+    """Parameters of Llama 3's context extension (arXiv:2407.21783 and the code published with it), named as in
+    ``config.json``.
+
+    Attributes:
+        factor: how many times longer than trained the context may be.
+        original_max_position_embeddings: trained context length.
+        low_freq_factor: pairs that make fewer turns than this over the trained context have their frequency divided by
+            ``factor``.
+        high_freq_factor: pairs that make more turns keep theirs; above ``low_freq_factor``.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+    rotation_scale = 1.0  # of cos and sin
+
+    def stretched(self, dim: int, theta: float) -> np.ndarray:
+        """How far each pair's frequency is divided by ``factor``: linear in its turns between the two factors."""
+        frequencies = theta ** (-2.0 * np.arange(dim // 2) / dim)
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return 1.0 - np.clip(kept, 0.0, 1.0)
+
+
+RopeScaling = Yarn | Llama3
+
+
+def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """Radians per position of each of the ``dim // 2`` pairs, float32.
 
-    With YaRN they are a blend of ``theta ** (-2 i / dim)`` and the same over ``factor``: the first below the pair that
-    makes ``beta_fast`` turns in the trained context, the second above the pair that makes ``beta_slow``, and linear in
-    the pair's index between them. It applies at every length, short ones included: the model was trained so.
+    Scaled ones are a blend of ``theta ** (-2 i / dim)`` and the same over ``factor``. It applies at every length, short
+    ones included: the model was trained so.
     """
-    pairs = np.arange(dim // 2, dtype=np.float64)
-    trained = theta ** (-2.0 * pairs / dim)
-    if yarn is None:
+    trained = theta ** (-2.0 * np.arange(dim // 2, dtype=np.float64) / dim)
+    if scaling is None:
         return trained.astype(np.float32)
-
-    def pair_turning(turns: float) -> float:
-        wavelength = yarn.original_max_position_embeddings / turns
-        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_turning(yarn.beta_slow)), dim - 1)
-    stretched = np.clip((pairs - low) / max(high - low, 1e-3), 0.0, 1.0)
-    return (trained * (1.0 - stretched) + trained / yarn.factor * stretched).astype(np.float32)
+    stretched = scaling.stretched(dim, theta)
+    return (trained * (1.0 - stretched) + trained / scaling.factor * stretched).astype(np.float32)
 
 
 def rotation(
-    positions: Int[Array, "T"], dim: int, theta: float, yarn: Yarn | None = None
+    positions: Int[Array, "T"], dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """cos and sin of every pair's angle at each position, float32, computed once for all layers."""
-    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(dim, theta, yarn)[None]
-    scale = 1.0 if yarn is None else yarn.rotation_scale
+    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(dim, theta, scaling)[None]
+    scale = 1.0 if scaling is None else scaling.rotation_scale
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
@@ -87,8 +125,9 @@ def rotate(
     """Rotate pairs of the last axis, in float32; result in the dtype of ``x``.
 
     Pairs are ``(x[2i], x[2i + 1])`` if interleaved, as DeepSeek checkpoints order the rope dimensions, and otherwise
-    ``(x[i], x[i + E/2])``. They stay where they are, as in the caches of the engines that serve these models; any other
-    order, the same for queries and keys, would give the same scores but other cache bytes.
+    ``(x[i], x[i + E/2])``, as those of other families do. They stay where they are, as in the caches of the engines
+    that serve these models; any other order, the same for queries and keys, would give the same scores but other cache
+    bytes.
     """
     heads = (1,) * (x.ndim - 2)
     cos, sin = (t.reshape(t.shape[0], *heads, t.shape[1]) for t in (cos, sin))

@@ -21,6 +21,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),  # packed
 }
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

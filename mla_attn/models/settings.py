@@ -106,8 +106,9 @@ def section(name: str, value: Any) -> dict[str, Any]:
 
 def as_json(value: Any) -> str:
     """A value as a file would have it, in a page."""
-    words = {None: "null", True: "true", False: "false"} if value is None or isinstance(value, bool) else {}
-    return f"`{words.get(value, value)}`"
+    if value is None or isinstance(value, bool):
+        value = {None: "null", True: "true", False: "false"}[value]
+    return f"`{value}`"
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -148,10 +149,17 @@ def _block(name: str, value: Any) -> tuple[int, int]:
     return value[0], value[1]
 
 
+def _layer_types(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(each in ("full_attention", "sliding_attention") for each in value):
+        raise ValueError(f"{name}={shown(value)} must be a list of 'full_attention' and 'sliding_attention'")
+    return tuple(value)
+
+
 BOOLEAN = Kind(_boolean, "`true` or `false`")
 TEXT = Kind(_text, "string")
 OBJECT = Kind(section, "object")
 TOKEN_ID = integer()
 TOKEN_IDS = Kind(_token_ids, "token id, or a list of them")
 TOKEN_TEXT = Kind(_token_text, "string, or an object with a string as its `content`")
+LAYER_TYPES = Kind(_layer_types, "list of `full_attention` and `sliding_attention`, one a layer")
 BLOCK = Kind(_block, "two integers from 1")

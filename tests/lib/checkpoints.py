@@ -13,6 +13,9 @@ from mla_attn.models.safetensors import list_tensors
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 V3 = FIXTURES / "deepseek-v3-tiny"
 V2 = FIXTURES / "deepseek-v2-lite-tiny"
+QWEN3, GPT_OSS, GEMMA2, LLAMA3 = (
+    FIXTURES / name for name in ("qwen3-tiny", "gpt-oss-tiny", "gemma2-tiny", "llama3-tiny-fp8kv")
+)
 DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -20,6 +23,7 @@ DTYPE_NAMES = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "int8": "I8",
+    "uint8": "U8",
 }
 E4M3_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 

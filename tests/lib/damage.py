@@ -12,7 +12,7 @@ from flax import nnx
 
 from checkpoints import V3, quantise, write_checkpoint
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM
-from mla_attn.models.loading import _weights
+from mla_attn.models.deepseek_weights import weights
 
 JUNK = [None, True, False, -1, 0, 0.5, 1.0, 10**9, 2**31, 2**63, -(2**70), 10**400, 10**4000, 2**64, 1e-60, 1e308,
         float("nan"), float("inf"), "", "false", "1", "\ud800", "x\n" * 50, "\0", "yarn", [], [1], [[]],
@@ -111,7 +111,7 @@ def _tensors(config: dict) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     made = DeepseekConfig.from_hf(config)
     model = nnx.eval_shape(lambda: DeepseekForCausalLM(made, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    names = ((name, weight.shape) for weight in _weights(model) for name in weight.names)
+    names = ((name, weight.shape) for weight in weights(model) for name in weight.names)
     return {name: rng.standard_normal(shape).astype(jnp.bfloat16) for name, shape in names}
 
 

@@ -144,7 +144,10 @@ REFUSED = [
     ({"rope_scaling": YARN | {"beta_fast": INF}}, "rope_scaling beta_fast=inf must be a finite number"),
     ({"rope_scaling": YARN | {"beta_slow": -1}}, "rope_scaling beta_slow=-1 must be a finite number above 0"),
     ({"rope_scaling": YARN | {"mscale": NAN}}, "rope_scaling mscale=nan must be a finite number"),
-    ({"rope_scaling": YARN | {"mscale_all_dim": 3e38}}, r"mscale_all_dim=3e\+38\): softmax_factor=.* must be a finite"),
+    (
+        {"rope_scaling": YARN | {"mscale_all_dim": 3e38}},
+        r"mscale_all_dim=3e\+38.*\): softmax_factor=.* must be a finite",
+    ),
     (
         {"rope_scaling": YARN | {"mscale_all_dim": -1}},
         "rope_scaling mscale_all_dim=-1 must be a finite number of at least 0.0",

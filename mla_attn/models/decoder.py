@@ -1,0 +1,252 @@
+"""Llama, Mistral, Qwen, Gemma 2 and gpt-oss over paged keys and values.
+
+Shapes: T rows of the call, H query heads, K key and value heads, D channels of a head. What ``dtype`` means is told in
+``deepseek``: float32 throughout, or parameters and activations of 16 bits with float32 sums, norms, softmax, router and
+rope. Layers with a window and layers without are two cache groups, "window" and "full".
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_attn import steps
+from mla_attn.dispatch import Order
+from mla_attn.models.base import (
+    CacheGroup,
+    Metadata,
+    Pools,
+    check_dtype,
+    check_groups,
+    check_step,
+    create_pools,
+)
+from mla_attn.models.decoder_config import DecoderConfig
+from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, capped
+from mla_attn.models.moe import ClampedMoE
+from mla_attn.models.rope import rotate, rotation
+from mla_attn.ops import plan_gqa
+
+FULL, WINDOW = "full", "window"  # the cache groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How every layer of a call attends.
+
+    Attributes:
+        mode, tree_mask, implementation: as given to the model.
+    """
+
+    mode: str
+    tree_mask: Bool[Array, "B S M"] | None
+    implementation: Order
+
+    def attend(self, *arguments, **options):
+        """The mode's function of ``mla_attn.steps``."""
+        if self.mode != "prefill":  # which reads no cache, and knows no trees
+            options["tree_mask"] = self.tree_mask
+        return getattr(steps, f"gqa_{self.mode}")(*arguments, **options, implementation=self.implementation)
+
+
+class DecoderForCausalLM(nnx.Module):
+    """A decoder with its output head. It is a ``CausalLM`` whose cache groups are "full" and "window", of those layers
+    that there are; a layer's place in its group is its place among the layers of that kind.
+
+    Args:
+        config: what the checkpoint is.
+        dtype: bfloat16, float16 or float32, of parameters and activations.
+        rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
+    """
+
+    can_draft = False
+    draft_refusal = "the model has no MTP layer to draft with: its family has none"
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        dtype = check_dtype(dtype)
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_hidden_layers)]
+        )
+        self.norm = _norm(config, config.hidden_size, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.config.eos_token_ids
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.embed_tokens.embedding.dtype)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        groups = []
+        for name, window in ((FULL, None), (WINDOW, self.config.sliding_window)):
+            if count := self._group_names.count(name):
+                spec = self.config.spec(window)
+                group = CacheGroup(name=name, num_layers=count, spec=spec, dtype=self.dtype, sinks=self.config.sinks)
+                groups.append(group)
+        return tuple(groups)
+
+    @property
+    def _group_names(self) -> list[str]:
+        """The cache group of each layer."""
+        layers = range(self.config.num_hidden_layers)
+        return [FULL if self.config.window(layer) is None else WINDOW for layer in layers]
+
+    def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
+        """An all-zero pool for each cache group; ValueError for sizes that ``KVPool.create`` refuses."""
+        return create_pools(self.cache_groups, num_pages=num_pages, page_size=page_size)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "T"],
+        pools: Pools,
+        metadata: Metadata,
+        *,
+        mode: str,
+        tree_mask: Bool[Array, "B S M"] | None = None,
+        implementation: Order = None,
+    ) -> tuple[Float[Array, "T dim"], Pools]:
+        """Run the rows of this call through all layers, writing their keys and values.
+
+        Args:
+            tokens: token ids; padding rows may hold anything, their results mean nothing but are finite.
+            pools: of ``create_pools``; donate them at the outermost jit.
+            metadata: of each cache group: what the rows' positions are, what they see and where they are written.
+            mode: the function of ``mla_attn.steps`` that attends, after "gqa_": prefill, extend, decode, target_verify,
+                draft_extend or draft_decode.
+            tree_mask: which tokens of a draft tree each row sees; not with prompts.
+            implementation: of the attention ops, None for the best available.
+
+        Returns:
+            Hidden states after the final norm, and the pools.
+
+        Raises:
+            ValueError: a mode that does not exist, a tree mask of prompts; pools or metadata that are not under the
+                names of the cache groups.
+        """
+        groups = self.cache_groups
+        for name, value in (("pools", pools), ("metadata", metadata)):
+            check_groups(name, value, groups)
+        check_step(mode, tree_mask)
+        x = self._embed(tokens)
+        step, held = Step(mode, tree_mask, implementation), dict[str, Any](pools)
+        if mode != "prefill":
+            facts = {"tree": tree_mask is not None, "sinks": self.config.sinks, "out_dtype": x.dtype}
+            metadata = {
+                group.name: plan_gqa(
+                    metadata[group.name],
+                    held[group.name],
+                    self.config.spec(group.window),
+                    **facts,
+                    implementation=implementation,
+                )
+                for group in groups
+            }
+        config, positions = self.config, metadata[groups[0].name].positions  # the same in all groups
+        cos_sin = rotation(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        names = self._group_names
+        for layer, (block, name) in enumerate(zip(self.layers, names, strict=True)):
+            place = names[:layer].count(name)
+            x, held[name] = block(x, cos_sin, held[name], metadata[name], step, layer=place)
+        return self.norm(x), held
+
+    def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of hidden states that ``__call__`` returned."""
+        tied = self.config.tie_word_embeddings
+        logits = self.embed_tokens.attend(hidden) if tied else self.lm_head.float32(hidden)
+        return capped(logits, self.config.logits_soft_cap)
+
+    def draft(self, *arguments, **options):
+        """Raises ValueError: there is no draft layer."""
+        raise ValueError(self.draft_refusal)
+
+    def draft_logits(self, draft_hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
+        """Raises ValueError: there is no draft layer."""
+        raise ValueError(self.draft_refusal)
+
+    def _embed(self, tokens):
+        x = self.embed_tokens(tokens)
+        # In the dtype of x, as Gemma was trained: with bfloat16 the factor is rounded too.
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype) if self.config.gemma else x
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then an MLP or experts, each normed before and added to the residual stream; in Gemma 2 what is added
+    is normed too. Norms have their names in checkpoints: ``post_attention_layernorm`` is the MLP's but for Gemma."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+        dim = config.hidden_size
+        self.input_layernorm = _norm(config, dim, dtype)
+        self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = _norm(config, dim, dtype)
+        if config.gemma:
+            self.pre_feedforward_layernorm = _norm(config, dim, dtype)
+            self.post_feedforward_layernorm = _norm(config, dim, dtype)
+        if config.num_experts:
+            self.mlp = ClampedMoE(config, dtype=dtype, rngs=rngs)
+        else:
+            activation = "gelu_tanh" if config.gemma else "silu"
+            self.mlp = MLP(dim, config.intermediate_size, dtype=dtype, rngs=rngs, activation=activation)
+
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
+        attended, pool = self.self_attn(self.input_layernorm(x), cos_sin, pool, metadata, step, layer=layer)
+        if not hasattr(self, "post_feedforward_layernorm"):
+            x = x + attended
+            return x + self.mlp(self.post_attention_layernorm(x)), pool
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), pool
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of one layer; ``sinks`` [H] are float32 as the softmax they join."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+        self.spec = config.spec(config.window(layer))
+        dim, heads, kv_heads = config.hidden_size, self.spec.num_heads, self.spec.num_kv_heads
+        options = {"dtype": dtype, "rngs": rngs}
+        self.q_proj = Linear(dim, heads * config.head_dim, bias=config.qkv_bias, **options)
+        self.k_proj = Linear(dim, kv_heads * config.head_dim, bias=config.qkv_bias, **options)
+        self.v_proj = Linear(dim, kv_heads * config.head_dim, bias=config.qkv_bias, **options)
+        self.o_proj = Linear(heads * config.head_dim, dim, bias=config.output_bias, **options)
+        if config.qk_norms:
+            self.q_norm, self.k_norm = (_norm(config, config.head_dim, dtype) for _ in range(2))
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32))
+
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
+        q, k, v = (self._heads(project, x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (rotate(each, *cos_sin, interleaved=False) for each in (q, k))
+        sinks = self.sinks[...] if hasattr(self, "sinks") else None
+        out, pool = step.attend(q, k, v, pool, metadata, self.spec, layer=layer, sinks=sinks)
+        return self.o_proj(out.reshape(out.shape[0], -1)), pool
+
+    def _heads(self, project, x):
+        return project(x).reshape(x.shape[0], -1, self.spec.head_dim)
+
+
+def _norm(config: DecoderConfig, dim: int, dtype) -> RMSNorm:
+    return RMSNorm(dim, config.rms_norm_eps, dtype=dtype, offset=1.0 if config.gemma else 0.0)

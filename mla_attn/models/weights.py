@@ -1,0 +1,102 @@
+"""Weights of a model: which tensors of a checkpoint fill which parameter, and how stored ones become numbers."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mla_attn.models.safetensors import Stored
+
+SCALE = "_scale_inv"  # of an FP8 block; multiplied, in spite of its name
+BLOCKS, SCALES = "_blocks", "_scales"  # of MXFP4
+MXFP4_BLOCK = 32  # numbers that share a scale
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])  # by its four bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One or more tensors of a checkpoint and the parameters they fill.
+
+    Attributes:
+        params: usually one; two for ``kv_b_proj`` and the experts of gpt-oss.
+        names: usually one tensor; one for each expert where ``params[0]`` is stacked.
+        shape: of each tensor in the checkpoint.
+        convert: from a tensor to what each parameter, or each row of a stacked one, holds.
+        fallbacks: other names for the tensor, tried in order.
+        stacked: whether each tensor is a row of the one parameter.
+        by_row: whether the rows of the one tensor, and so of the parameters, are converted one by one.
+    """
+
+    params: tuple[nnx.Param, ...]
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    convert: Callable[[np.ndarray], tuple[np.ndarray, ...]] = lambda tensor: (tensor,)
+    fallbacks: tuple[str, ...] = ()
+    stacked: bool = False
+    by_row: bool = False
+
+    def fill(self, read: Callable[[str, int | None], np.ndarray]) -> None:
+        """Set the parameters, in their dtypes.
+
+        Args:
+            read: the numbers of a tensor, or of one of its rows.
+        """
+        if not self.stacked and not self.by_row:
+            for param, value in zip(self.params, self.convert(read(self.names[0], None)), strict=True):
+                # A copy, for on CPU the device array may be the very memory it is given.
+                param.set_value(jax.device_put(np.array(value, param.dtype, order="C")))
+            return
+        hosts = [np.empty(param.shape, param.dtype) for param in self.params]
+        for row in range(len(hosts[0])):
+            values = read(self.names[row], None) if self.stacked else read(self.names[0], row)
+            for host, value in zip(hosts, self.convert(values), strict=True):
+                host[row] = value
+        for param, host in zip(self.params, hosts, strict=True):
+            param.set_value(jax.device_put(host))
+
+
+def plain(param: nnx.Param, name: str) -> Weight:
+    """A tensor as it is."""
+    return Weight((param,), (name,), param.shape)
+
+
+def matrix(param: nnx.Param, name: str) -> Weight:
+    """A matrix, which checkpoints hold as [out, in]."""
+    return Weight((param,), (name,), param.shape[::-1], transposed)
+
+
+def transposed(tensor: np.ndarray) -> tuple[np.ndarray, ...]:
+    return (tensor.T,)
+
+
+def scale_name(name: str, dtype: str) -> str | None:
+    """The tensor with the scales of a quantised one; None for others."""
+    if dtype == "F8_E4M3":
+        return name + SCALE
+    return name.removesuffix(BLOCKS) + SCALES if name.endswith(BLOCKS) else None
+
+
+def dequantise(
+    tensors: dict[str, Stored], name: str, block: tuple[int, int] | None, row: int | None = None
+) -> np.ndarray:
+    """A tensor, or a row of it, as stored or, if it is quantised, times the scales of its blocks, in float32.
+
+    FP8: last blocks may be partial. MXFP4: blocks of 32 on the last axis, [..., n, 16] in bytes, become [..., 32 n].
+    """
+
+    def read(name: str) -> np.ndarray:
+        return tensors[name].read() if row is None else tensors[name].read()[row]
+
+    value, dtype = read(name), tensors[name].dtype
+    if name.endswith(BLOCKS):
+        scale = read(name.removesuffix(BLOCKS) + SCALES).astype(np.int32) - 127
+        numbers = _E2M1[np.stack([value & 15, value >> 4], axis=-1)]  # the low half of a byte comes first
+        return np.ldexp(numbers.reshape(*scale.shape, -1), scale[..., None]).reshape(*scale.shape[:-1], -1)
+    if block is None or dtype != "F8_E4M3":
+        return value
+    scale = read(name + SCALE)
+    rows, columns = (np.arange(size) // each for size, each in zip(value.shape, block, strict=True))
+    return value.astype(np.float32) * scale[rows][:, columns]
