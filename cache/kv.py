@@ -12,9 +12,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from mla_attn.cache.formats import RowFormat, format_of
+from mla_attn.cache.formats import RowFormat, check_stored, format_of, format_of_array
 from mla_attn.cache.placement import PagedPool, Placement, check_slots, row_index
-from mla_attn.checks import check_array, check_dtype, check_integer, check_shape, check_type
+from mla_attn.cache.scales import check_scale, make_scale, scale_of_layer
+from mla_attn.checks import check_array, check_dtype, check_integer, check_out_dtype, check_shape, check_type
 from mla_attn.specs import GQASpec
 
 LAYOUTS = ("nhd", "hnd", "interleaved")
@@ -39,6 +40,8 @@ class KVPool(PagedPool):
     layer_stride``, which only the ops of this library compute. Rows may be wider than D and V (128 for heads of 64, as
     in JAX serving engines): the elements beside them are neither read nor written.
 
+    Arrays of float8 numbers are bytes: numbers divided by the scales of their layer, or of their layer and KV head.
+
     Attributes:
         k: keys; in the ``interleaved`` layout keys and values.
         v: values, or None.
@@ -49,6 +52,8 @@ class KVPool(PagedPool):
         v_head_dim: channels V of a value; None for the width of its row, or for D in the ``interleaved`` layout.
         page_stride: physical pages from a page of a layer to the next.
         layer_stride: physical pages from a layer to the next; N if None.
+        format: how numbers are stored; if None, those of ``k`` themselves.
+        k_scale, v_scale: of formats that are scaled, float32, [], [L] or [L, K]; of others they have no influence.
     """
 
     PAGED: ClassVar = ("k", "v")
@@ -62,9 +67,14 @@ class KVPool(PagedPool):
     v_head_dim: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
     page_stride: int = dataclasses.field(default=1, metadata={"static": True})
     layer_stride: int = dataclasses.field(default=_DERIVED, metadata={"static": True})
+    format: RowFormat = dataclasses.field(default=_DERIVED, metadata={"static": True})
+    k_scale: Float[Array, "..."] | None = None
+    v_scale: Float[Array, "..."] | None = None
 
     def __post_init__(self):
         # JAX also unflattens pools whose leaves are not arrays; their static fields are set already.
+        if self.format is None:
+            object.__setattr__(self, "format", format_of_array(self.k))
         if self.layer_stride is None:
             object.__setattr__(self, "layer_stride", self.num_pages)
         if self.head_dim is None and np.ndim(self.k):
@@ -82,21 +92,28 @@ class KVPool(PagedPool):
         spec: GQASpec,
         dtype: DTypeLike = jnp.bfloat16,
         layout: str = "nhd",
-        k_scale: Any = None,
-        v_scale: Any = None,
+        k_scale: float | Float[Array, "..."] | None = None,
+        v_scale: float | Float[Array, "..."] | None = None,
     ) -> "KVPool":
         """Creates an all-zero pool of ``num_layers * num_pages`` pages of ``page_size`` tokens.
 
-        ``k_scale`` and ``v_scale`` are for formats that store scaled numbers; the present formats ignore them.
+        Args:
+            num_layers: layers L.
+            num_pages: pages N of each layer.
+            page_size: tokens P of a page.
+            spec: KV heads, and channels of keys and values.
+            dtype: dtype of the stored numbers: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+            layout: ``nhd``, ``hnd`` or ``interleaved``.
+            k_scale, v_scale: what keys and values are divided by when float8 stores them, positive; [], [L] or [L, K],
+                None for 1. Other dtypes ignore them.
 
         Raises:
-            ValueError: a size below 1, an unknown layout, a dtype other than bfloat16, float16 or float32, or so many
-                tokens per layer or pages in total that ids do not fit int32.
+            ValueError: a size below 1, an unknown layout, dtype or scale, or so many tokens per layer or pages in total
+                that ids do not fit int32.
         """
-        del k_scale, v_scale
-        row_format = format_of("dtype", check_dtype("dtype", dtype))
+        format = format_of(check_dtype("dtype", dtype))
         placement = Placement(num_layers, num_pages, page_size, 1, num_pages)
-        heads, dims = spec.num_kv_heads, row_format.widths(spec.head_dim, spec.v_head_dim)
+        heads, dims = spec.num_kv_heads, format.widths(spec.head_dim, spec.v_head_dim)
         leading = (placement.num_physical_pages, placement.page_size, heads)
         if _check_layout(layout) == "interleaved":
             shapes = ((*leading, 2, max(dims)),)
@@ -104,19 +121,23 @@ class KVPool(PagedPool):
             shapes = tuple((leading[0], heads, leading[1], dim) for dim in dims)
         else:
             shapes = tuple((*leading, dim) for dim in dims)
-        k, *v = (jnp.zeros(shape, row_format.storage_dtype) for shape in shapes)
+        k, *v = (jnp.zeros(shape, format.storage_dtype) for shape in shapes)
         sizes = (placement.num_layers, placement.num_pages, layout, spec.head_dim, spec.v_head_dim)
-        return cls(k, v[0] if v else None, *sizes)
+        scales = _make_scales(format, placement.num_layers, heads, k_scale=k_scale, v_scale=v_scale)
+        return cls(k, v[0] if v else None, *sizes, format=format, **scales)
 
     @classmethod
     def of(
         cls,
-        array: Float[Array, "N ..."],
-        values: Float[Array, "N ..."] | None = None,
+        array: Shaped[Array, "N ..."],
+        values: Shaped[Array, "N ..."] | None = None,
         *,
         layout: str = "interleaved",
         head_dim: int | None = None,
         v_head_dim: int | None = None,
+        dtype: DTypeLike | None = None,
+        k_scale: float | Float[Array, "..."] | None = None,
+        v_scale: float | Float[Array, "..."] | None = None,
     ) -> "KVPool":
         """Wraps another system's cache arrays as a pool of one layer, without a copy.
 
@@ -124,22 +145,27 @@ class KVPool(PagedPool):
         width]`` for ``array``; inside ``jax.jit`` the reshape does not copy.
 
         Args:
-            array: bfloat16, float16 or float32; keys and values, or only the keys.
+            array: bfloat16, float16 or float32, or uint8 that holds the bytes of float8 numbers; keys and values, or
+                only the keys.
             values: the values, for ``nhd`` and ``hnd``.
             layout: layout of the arrays.
             head_dim: channels D of a key, the first of its row; None for the whole row.
             v_head_dim: channels V of a value; None for its whole row, or for ``head_dim`` where there is one array.
+            dtype: dtype of the stored numbers; None for that of ``array``.
+            k_scale, v_scale: as in ``create``, with one layer.
 
         Raises:
-            ValueError: an unknown layout, a wrong rank or dtype, or rows too narrow for their channels.
+            ValueError: an unknown layout, a wrong rank, dtype or scale, or rows too narrow for their channels.
         """
         check_array("array", array)
         if np.ndim(array) == 0:
             raise ValueError(f"array has shape {array.shape}, must have pages, tokens, heads and channels")
-        dims: Any = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-        pool = cls(array, values, 1, array.shape[0], layout, **dims)
-        pool.check()
-        return pool
+        format = format_of_array(array) if dtype is None else format_of(check_dtype("dtype", dtype))
+        derived: Any = {"head_dim": head_dim, "v_head_dim": v_head_dim, "format": format}
+        pool = cls(array, values, 1, array.shape[0], layout, **derived)
+        pool.check_arrays()
+        scales = _make_scales(pool.format, 1, pool.num_kv_heads, k_scale=k_scale, v_scale=v_scale)
+        return dataclasses.replace(pool, **scales)
 
     @property
     def placement(self) -> Placement:
@@ -148,11 +174,6 @@ class KVPool(PagedPool):
     @property
     def head_axis(self) -> int | None:
         return 1 if self.layout == "hnd" else None
-
-    @property
-    def format(self) -> RowFormat:
-        """How rows are stored; ValueError if this library has no format for the arrays' dtype."""
-        return format_of("pool.k.dtype", jnp.dtype(self.k.dtype))
 
     @property
     def page_size(self) -> int:
@@ -171,7 +192,7 @@ class KVPool(PagedPool):
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of rows that are read back."""
+        """Dtype of the stored numbers."""
         return self.format.dtype
 
     @property
@@ -180,6 +201,14 @@ class KVPool(PagedPool):
         return (self.k,) if self.v is None else (self.k, self.v)
 
     def check(self) -> None:
+        self.check_arrays()
+        if self.format.scaled:
+            shapes = _scale_shapes(self.num_layers, self.num_kv_heads)
+            check_scale("pool.k_scale", self.k_scale, shapes)
+            check_scale("pool.v_scale", self.v_scale, shapes)
+
+    def check_arrays(self) -> None:
+        """As ``check``, of the arrays of pages alone."""
         axes = {"nhd": "[pages, P, K, D]", "hnd": "[pages, K, P, D]", "interleaved": "[pages, P, K, 2, D]"}
         axes = axes[_check_layout(self.layout)]
         if (self.v is None) != (self.layout == "interleaved"):
@@ -198,6 +227,9 @@ class KVPool(PagedPool):
                 f"num_layers={self.num_layers}, num_pages={self.num_pages}, page_stride={self.page_stride}, "
                 f"layer_stride={self.layer_stride}"
             )
+        check_stored("pool.k", self.k, self.format)
+        if self.format.latent_only:
+            raise ValueError(f"pool.format={self.format.name} is of latent rows: must be plain")
         check_integer("num_kv_heads", self.num_kv_heads, 1)
         widths = self.format.widths(
             check_integer("head_dim", self.head_dim, 1), check_integer("v_head_dim", self.v_head_dim, 1)
@@ -212,13 +244,21 @@ class KVPool(PagedPool):
         if held != (wanted := {name: getattr(spec, name) for name in held}):
             raise ValueError(f"pool has {_shown(held)}, but spec has {_shown(wanted)}")
 
-    def encode(self, k: Float[Array, "T K D"], v: Float[Array, "T K V"]) -> list[tuple[str, int, Shaped[Array, "..."]]]:
+    def scales_of(self, layer: int | Int[Array, ""]) -> tuple[Float[Array, "..."], Float[Array, "..."]] | None:
+        """Returns the scales of a layer's keys and values, float32 [] or [K]; None where the format has no scales."""
+        if not self.format.scaled or self.k_scale is None or self.v_scale is None:
+            return None
+        return scale_of_layer(self.k_scale, layer), scale_of_layer(self.v_scale, layer)
+
+    def encode(
+        self, k: Float[Array, "T K D"], v: Float[Array, "T K V"], layer: int | Int[Array, ""]
+    ) -> list[tuple[str, int, Shaped[Array, "..."]]]:
         """Encodes the rows of a write: for each part its field, its first element in a head's row, its elements.
 
         Elements are [T, K, width]. In the ``interleaved`` layout a head's key and value are one row, and the value
         begins in the middle of it.
         """
-        k, v = self.format.encode(k, v)
+        k, v = self.format.encode(k, v, self.scales_of(layer))
         if self.v is not None:
             return [("k", 0, k), ("v", 0, v)]
         width = self.k.shape[-1]
@@ -226,11 +266,22 @@ class KVPool(PagedPool):
             return [("k", 0, jnp.concatenate([k, v], axis=-1))]
         return [("k", 0, k), ("k", width, v)]
 
-    def decode(self, *rows: Shaped[Array, "..."]) -> tuple[Float[Array, "*rows K D"], Float[Array, "*rows K V"]]:
-        """Decodes rows of the arrays, [*rows, K, width] or interleaved [*rows, K, 2, width], to keys and values."""
+    def operands(
+        self, *rows: Shaped[Array, "..."], dtype: DTypeLike
+    ) -> tuple[Float[Array, "*rows K D"], Float[Array, "*rows K V"]]:
+        """Decodes rows of the arrays, [*rows, K, width] or interleaved [*rows, K, 2, width], to operands."""
+        return self.format.operands(*self._parts(rows), dtype)
+
+    def decode(
+        self, *rows: Shaped[Array, "..."], layer: int | Int[Array, ""], dtype: DTypeLike | None = None
+    ) -> tuple[Float[Array, "*rows K D"], Float[Array, "*rows K V"]]:
+        """Decodes rows of a layer, as in ``operands``, to the values of keys and values."""
+        return self.format.decode(*self._parts(rows), self.scales_of(layer), dtype)
+
+    def _parts(self, rows):
         k, v = (rows[0][..., 0, :], rows[0][..., 1, :]) if self.v is None else rows
         k_width, v_width = self.format.widths(self.head_dim, self.v_head_dim)
-        return self.format.decode(k[..., :k_width], v[..., :v_width])
+        return k[..., :k_width], v[..., :v_width]
 
 
 def write_kv(
@@ -241,7 +292,7 @@ def write_kv(
     *,
     layer: int | Int[Array, ""] = 0,
 ) -> KVPool:
-    """Stores the keys and values of this call at ``slots`` of ``layer``.
+    """Stores the keys and values of this call at ``slots`` of ``layer``; float8 formats round as in ``write_latent``.
 
     Args:
         pool: the cache; donate it at the outermost jit to write in place.
@@ -263,7 +314,7 @@ def write_kv(
         )
         check_type(name, array, jnp.floating)
     layer = pool.placement.check_layer(layer)
-    for field, first, rows in pool.encode(k, v):
+    for field, first, rows in pool.encode(k, v, layer):
         array = getattr(pool, field)
         joined = array.reshape(*array.shape[:3], -1)  # one row per head: key, then value
         head_axis = pool.head_axis
@@ -281,21 +332,35 @@ def read_kv(
     num_tokens: int,
     *,
     layer: int | Int[Array, ""] = 0,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K V"]]:
-    """Reads key indices ``starts[b]`` to ``starts[b] + num_tokens`` of each request, in the pool's dtype.
+    """Reads the values of key indices ``starts[b]`` to ``starts[b] + num_tokens`` of each request.
 
     Key indices past the table's end read its last page again; rows past a request's length are undefined. The caller
     masks both by length. Arguments and errors are those of ``read_latent``.
     """
     pool.check()
+    check_out_dtype(dtype, "dtype")
     pages, offsets = pool.placement.locate_reads(page_table, starts, num_tokens, layer)
-    return pool.decode(*(array[row_index(array, pages, offsets, pool.head_axis)] for array in pool.arrays))
+    rows = (array[row_index(array, pages, offsets, pool.head_axis)] for array in pool.arrays)
+    return pool.decode(*rows, layer=layer, dtype=dtype)
 
 
 def _check_layout(layout: str) -> str:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     return layout
+
+
+def _make_scales(format: RowFormat, num_layers: int, heads: int, **scales) -> dict[str, Any]:
+    """The scales of a new pool, None where its format has none."""
+    if not format.scaled:
+        return dict.fromkeys(scales)
+    return {name: make_scale(name, value, _scale_shapes(num_layers, heads)) for name, value in scales.items()}
+
+
+def _scale_shapes(num_layers: int, heads: int) -> dict[str, tuple[int, ...]]:
+    return {"[]": (), "[L]": (num_layers,), "[L, K]": (num_layers, heads)}
 
 
 def _shown(fields: dict[str, int]) -> str:

@@ -31,7 +31,15 @@ if TYPE_CHECKING:
         page_table_from_tokens,
         tree_mask_from_flat,
     )
-    from mla_attn.ops import gqa_attention, merge_states, mla_attention, plan_gqa, plan_mla, ragged_attention
+    from mla_attn.ops import (
+        gqa_attention,
+        merge_states,
+        mla_attention,
+        plan_gqa,
+        plan_mla,
+        quantize_queries,
+        ragged_attention,
+    )
     from mla_attn.specs import GQASpec, MLASpec
     from mla_attn.support import supports
 
@@ -64,6 +72,7 @@ __all__ = [
     "page_table_from_tokens",
     "plan_gqa",
     "plan_mla",
+    "quantize_queries",
     "ragged_attention",
     "read_kv",
     "read_latent",
@@ -107,6 +116,7 @@ _HOMES = {  # modules of the names above
         "mla_attention",
         "plan_gqa",
         "plan_mla",
+        "quantize_queries",
         "ragged_attention",
     ),
     "specs": (

@@ -142,12 +142,27 @@ def check_shape(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> 
         raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {shape}: {meaning}")
 
 
+def check_shape_in(name: str, array: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Checks that an array has one of ``shapes``, which are named by the axes that they have."""
+    if tuple(array.shape) not in shapes.values():
+        allowed = " or ".join(f"{axes} = {shape}" if shape else axes for axes, shape in shapes.items())
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {allowed}")
+
+
 def check_type(name: str, array: Any, kind: Any) -> None:
     """Checks that an array's dtype is of ``kind``. float8 does not count as ``jnp.floating``: it needs a scale."""
     if kind is jnp.floating and not _is_floating(array.dtype):
         raise ValueError(f"{name} has dtype {array.dtype}, must be a floating dtype of at least 16 bits")
     if not jnp.issubdtype(array.dtype, kind):
         raise ValueError(f"{name} has dtype {array.dtype}, must be {jnp.dtype(kind).name}")
+
+
+def check_operand(name: str, array: Any) -> None:
+    """Checks the dtype of queries, or of keys and values that are not paged: floating or float8_e4m3fn."""
+    if array.dtype != jnp.float8_e4m3fn and not _is_floating(array.dtype):
+        raise ValueError(
+            f"{name} has dtype {array.dtype}, must be a floating dtype of at least 16 bits or float8_e4m3fn"
+        )
 
 
 def check_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
@@ -160,10 +175,10 @@ def check_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
     raise ValueError(f"{name}={dtype!r} must be a dtype")
 
 
-def check_out_dtype(out_dtype: DTypeLike | None) -> None:
+def check_out_dtype(out_dtype: DTypeLike | None, name: str = "out_dtype") -> None:
     """Checks the dtype of a result, which may be None."""
-    if out_dtype is not None and not _is_floating(check_dtype("out_dtype", out_dtype)):
-        raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a floating dtype of at least 16 bits")
+    if out_dtype is not None and not _is_floating(check_dtype(name, out_dtype)):
+        raise ValueError(f"{name}={jnp.dtype(out_dtype).name} must be a floating dtype of at least 16 bits")
 
 
 def as_int32(name: str, array: Any) -> Int[Array, "..."]:

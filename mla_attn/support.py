@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from mla_attn.cache import KVPool, LatentPool
-from mla_attn.checks import check_dtype, check_integer
+from mla_attn.checks import check_dtype, check_integer, check_operand
 from mla_attn.dispatch import Device, Implementation, current_device
 from mla_attn.ops import gqa, grouped_matmul, mla, ragged
 from mla_attn.specs import GQASpec, MLASpec
@@ -18,46 +18,56 @@ _LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 128**-0.
 
 
 def _mla_call(
-    *, page_size=64, dtype="bfloat16", row_width=None, rope_offset=None, max_q_len=1, causal=True, tree=False,
-    sinks=False, batch_invariant=False, **spec,
+    *, page_size=64, dtype="bfloat16", row_format="plain", q_dtype="bfloat16", row_width=None, rope_offset=None,
+    max_q_len=1, causal=True, tree=False, sinks=False, batch_invariant=False, **spec,
 ):  # fmt: skip
     spec, dtype = MLASpec(**{**_DEEPSEEK, **spec}), check_dtype("dtype", dtype)
-    pool = jax.eval_shape(
-        lambda: LatentPool.create(num_layers=1, num_pages=1, page_size=page_size, spec=spec, dtype=dtype)
-    )
+    sizes = {"num_layers": 1, "num_pages": 1, "page_size": page_size, "spec": spec}
+    pool = jax.eval_shape(lambda: LatentPool.create(**sizes, dtype=dtype, row_format=row_format))
     if row_width is not None or rope_offset is not None:
-        rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
-        offset = check_integer("rope_offset", rank if rope_offset is None else rope_offset, rank)
+        latent, rope = pool.format.widths(spec.kv_lora_rank, spec.qk_rope_head_dim)
+        offset = check_integer("rope_offset", latent if rope_offset is None else rope_offset, latent)
         width = check_integer("row_width", offset + rope if row_width is None else row_width, offset + rope)
         data = jax.ShapeDtypeStruct((1, page_size, width), pool.data.dtype)
         pool = dataclasses.replace(pool, data=data, rope_offset=offset)
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
-    return mla.MLACall.of(pool, spec, max_q_len=max_q_len, **flags)
+    return mla.MLACall.of(pool, spec, max_q_len=max_q_len, q_dtype=_q_dtype(q_dtype), **flags)
 
 
 def _gqa_call(
-    *, page_size=16, dtype="bfloat16", layout="nhd", max_q_len=1, causal=True, tree=False, sinks=False,
-    batch_invariant=False, **spec,
+    *, page_size=16, dtype="bfloat16", q_dtype="bfloat16", layout="nhd", max_q_len=1, causal=True, tree=False,
+    sinks=False, batch_invariant=False, **spec,
 ):  # fmt: skip
     spec, dtype = GQASpec(**{**_LLAMA, **spec}), check_dtype("dtype", dtype)
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": page_size, "spec": spec, "dtype": dtype, "layout": layout}
     pool = jax.eval_shape(lambda: KVPool.create(**sizes))
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
-    return gqa.GQACall.of(pool, spec, max_q_len=max_q_len, **flags)
+    return gqa.GQACall.of(pool, spec, max_q_len=max_q_len, q_dtype=_q_dtype(q_dtype), **flags)
 
 
-def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128, sinks=False, dtype="bfloat16"):
+def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128, sinks=False, dtype="bfloat16", q_dtype="bfloat16"):
     sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v_dim}
     for name, value in sizes.items():
         check_integer(name, value, 1)
     shapes = ((1, heads, qk_dim), (1, kv_heads, qk_dim), (1, kv_heads, v_dim))
-    return ragged.RaggedCall.of(*(_array("dtype", dtype, shape) for shape in shapes), sinks=sinks)
+    k, v = (_operand("dtype", dtype, shape) for shape in shapes[1:])
+    return ragged.RaggedCall.of(_operand("q_dtype", q_dtype, shapes[0]), k, v, sinks=sinks)
 
 
 def _grouped_call(*, depth=7168, width=2048, dtype="bfloat16"):
     for name, value in (("depth", depth), ("width", width)):
         check_integer(name, value, 1)
     return grouped_matmul.GroupedCall.of(_array("dtype", dtype, (1, depth, width)))
+
+
+def _q_dtype(dtype):
+    return _operand("q_dtype", dtype, ()).dtype
+
+
+def _operand(name, dtype, shape):
+    array = _array(name, dtype, shape)
+    check_operand(name, array)
+    return array
 
 
 def _array(name, dtype, shape):
@@ -87,6 +97,10 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
         "A100: batch_invariant=True": (A100, {"batch_invariant": True}),
         "H200: decode": (H200, {}),
         "H200: decode, float32": (H200, {"dtype": "float32"}),
+        "H200: decode, float8_e4m3fn": (H200, {"dtype": "float8_e4m3fn"}),
+        "H200: decode, float8_e5m2": (H200, {"dtype": "float8_e5m2"}),
+        "H200: decode, float8_e4m3fn in blocks": (H200, {"dtype": "float8_e4m3fn", "row_format": "blocks"}),
+        "H200: float8_e4m3fn queries": (H200, {"q_dtype": "float8_e4m3fn"}),
         "H200: verify, draft-extend, absorbed extend, mixed": (H200, {"max_q_len": 4}),
         "H200: 16 heads": (H200, {"num_heads": 16}),
         "H200: 20 heads": (H200, {"num_heads": 20}),
@@ -108,6 +122,9 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     "gqa_attention": {
         "CPU: batch_invariant=True": (CPU, {"batch_invariant": True}),
         "H200: decode, 32 heads over 8": (H200, {}),
+        "H200: decode, float8_e4m3fn": (H200, {"dtype": "float8_e4m3fn"}),
+        "H200: decode, float8_e5m2": (H200, {"dtype": "float8_e5m2"}),
+        "H200: float8_e4m3fn queries": (H200, {"q_dtype": "float8_e4m3fn"}),
         "H200: sinks, sliding window": (H200, {"sinks": True, "window": 128}),
         "H200: tree_mask with a window": (H200, {"max_q_len": 4, "tree": True, "window": 128}),
         "H200: batch_invariant=True": (H200, {"batch_invariant": True}),
@@ -115,6 +132,7 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     "ragged_attention": {
         "H200: 128 heads, 192/128": (H200, {}),
         "H200: 32 heads over 8, 128/128": (H200, {"heads": 32, "kv_heads": 8, "qk_dim": 128}),
+        "H200: 128 heads, 192/128, float8_e4m3fn": (H200, {"dtype": "float8_e4m3fn", "q_dtype": "float8_e4m3fn"}),
     },
     "grouped_matmul": {
         "CPU: 7168 x 2048": (CPU, {}),
@@ -135,11 +153,12 @@ def supports(
         platform: "cpu", "gpu" or "tpu"; if neither this nor ``compute_capability`` is given, the current device.
         compute_capability: compute capability of an NVIDIA GPU, a string such as "9.0" for Hopper.
         facts: differences from an ordinary call. For ``mla_attention`` (a bfloat16 decode call with DeepSeek's sizes):
-            ``page_size``, ``dtype``, ``row_width`` and ``rope_offset`` of the pool, ``max_q_len``, ``causal``, ``tree``
-            (whether it has a ``tree_mask``), ``sinks`` (whether it has any), ``batch_invariant``, and the fields of
-            ``MLASpec``. For ``gqa_attention`` (Llama's sizes) the same, with ``layout`` of the pool and the fields of
-            ``GQASpec``. For ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``,
-            ``sinks``, ``dtype``. For ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
+            ``page_size``, ``dtype``, ``row_format``, ``row_width`` and ``rope_offset`` of the pool, ``q_dtype``,
+            ``max_q_len``, ``causal``, ``tree`` (whether it has a ``tree_mask``), ``sinks`` (whether it has any),
+            ``batch_invariant``, and the fields of ``MLASpec``. For ``gqa_attention`` (Llama's sizes) the same, with
+            ``layout`` of the pool, no ``row_format``, and the fields of ``GQASpec``. For ``ragged_attention``
+            (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``, ``sinks``, ``dtype``, ``q_dtype``. For
+            ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
 
     Raises:
         ValueError: an unknown op, platform or fact, or an invalid value.

@@ -30,6 +30,8 @@ def supports(call, device: Device) -> str | None:
     spec, latent = call.spec, (call.spec.kv_lora_rank, call.spec.qk_rope_head_dim)
     if call.format.name != "bfloat16":
         return f"a {call.format.name} pool: must be bfloat16"
+    if call.q_dtype == jnp.float8_e4m3fn:
+        return "float8_e4m3fn queries: must be of at least 16 bits"
     if latent not in _LATENTS:
         return f"latent {latent[0]} + {latent[1]}: must be {', '.join(f'{r} + {e}' for r, e in _LATENTS)}"
     if call.row_width % _ROW_ELEMENTS:
@@ -111,7 +113,7 @@ def _work(m, launch: Launch):
 
 
 def mla_attention(
-    q_latent, q_rope, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype
+    q_latent, q_rope, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, causal, batch_invariant, out_dtype
 ):
     """Launches the chosen kernel, then the combine: ``(out [T, H, R] in out_dtype, lse float32 [T, H])``."""
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
@@ -119,6 +121,7 @@ def mla_attention(
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import mla_decode
     from mla_attn.pallas_kernels.mosaic_gpu.mla_stream import mla_stream
 
+    del sinks, q_scale  # refused before
     m, (tokens, heads, _) = metadata, q_latent.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
         return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf)

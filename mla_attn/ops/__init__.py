@@ -3,6 +3,15 @@
 from mla_attn.ops.gqa import gqa_attention, plan_gqa
 from mla_attn.ops.merge import merge_states
 from mla_attn.ops.mla import mla_attention, plan_mla
+from mla_attn.ops.quantization import quantize_queries
 from mla_attn.ops.ragged import ragged_attention
 
-__all__ = ["gqa_attention", "merge_states", "mla_attention", "plan_gqa", "plan_mla", "ragged_attention"]
+__all__ = [
+    "gqa_attention",
+    "merge_states",
+    "mla_attention",
+    "plan_gqa",
+    "plan_mla",
+    "quantize_queries",
+    "ragged_attention",
+]

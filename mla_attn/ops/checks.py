@@ -1,11 +1,25 @@
 """Trace-time checks that the paged ops share."""
 
 import dataclasses
+import numbers
 
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
-from mla_attn.checks import INT32_MAX, check_array, check_integer, check_shape, check_type
+from mla_attn.cache.scales import check_scale
+from mla_attn.checks import (
+    INT32_MAX,
+    check_array,
+    check_integer,
+    check_number,
+    check_out_dtype,
+    check_shape,
+    check_type,
+)
 from mla_attn.metadata.structure import check_requests
+
+_ONE_SCALE: dict[str, tuple[int, ...]] = {"[]": ()}
 
 
 def check_pool(pool, spec, metadata, kind: type) -> None:
@@ -44,6 +58,33 @@ def check_sinks(sinks, num_heads: int, return_lse: bool) -> None:
     check_type("sinks", sinks, jnp.floating)
     if return_lse:
         raise ValueError("sinks with return_lse=True: merge partial results first, with merge_states(sinks=)")
+
+
+def check_operand_scale(name: str, scale, dtype: DTypeLike, shapes: dict[str, tuple[int, ...]] = _ONE_SCALE):
+    """None, or the scale of a float8 operand of ``dtype``, float32 of one of these shapes, as an array."""
+    if scale is None:
+        return None
+    if dtype != jnp.float8_e4m3fn:
+        raise ValueError(
+            f"{name}= with an operand of {jnp.dtype(dtype).name}: must be None, float8_e4m3fn alone has one"
+        )
+    if isinstance(scale, numbers.Real):
+        return jnp.asarray(check_number(name, scale, above=0), jnp.float32)
+    check_scale(name, scale, shapes)
+    return jnp.asarray(scale)
+
+
+def check_q_scale(q_scale, q):
+    """None, or the scale of float8 queries [T, H, ...], float32 [] or [T, H], as an array."""
+    return check_operand_scale("q_scale", q_scale, q.dtype, {"[]": (), "[T, H]": tuple(q.shape[:2])})
+
+
+def result_dtype(q_dtype: DTypeLike, out_dtype: DTypeLike | None) -> np.dtype:
+    """The dtype of a result: that of the queries unless given, and bfloat16 where they are float8."""
+    check_out_dtype(out_dtype)
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if q_dtype == jnp.float8_e4m3fn else q_dtype
+    return np.dtype(out_dtype)
 
 
 def check_tree_mask(tree_mask, metadata, window: int | None) -> None:

@@ -1,19 +1,26 @@
 """Attention in the expanded form, over per-head keys and values; a cached prefix is expanded chunk by chunk."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mla_attn.cache import LatentPool, read_latent
+from mla_attn.checks import check_dtype
 from mla_attn.dispatch import Order, with_derivative
 from mla_attn.metadata import AttentionMetadata, RaggedMetadata
+from mla_attn.ops.checks import check_operand_scale
 from mla_attn.ops.merge import merge_states
+from mla_attn.ops.quantization import quantize
 from mla_attn.ops.ragged import ragged_attention
 from mla_attn.specs import MLASpec
 from mla_attn.varying import vary_together
 
+OperandScales = tuple[Array, Array, Array] | None  # of float8 queries, keys and values, float32 []; None: not float8
 State = tuple[Float[Array, "T H V"], Float[Array, "T H"]]  # (out, lse), both float32
 
 
@@ -30,6 +37,36 @@ def fresh_rows(metadata: AttentionMetadata) -> RaggedMetadata:
     )
 
 
+def check_operand_scales(operand_dtype: DTypeLike | None, operand_scales: Any) -> OperandScales:
+    """The scales of float8 operands, None where operands stay as they are.
+
+    Raises:
+        ValueError: another dtype, or scales that are not three of float32 [], or are given without the dtype.
+    """
+    if operand_dtype is None:
+        if operand_scales is not None:
+            raise ValueError("operand_scales= with operand_dtype=None: must be None")
+        return None
+    dtype = check_dtype("operand_dtype", operand_dtype)
+    if dtype != jnp.float8_e4m3fn:
+        raise ValueError(f"operand_dtype={dtype.name} must be float8_e4m3fn or None")
+    scales = (1.0, 1.0, 1.0) if operand_scales is None else operand_scales
+    if not isinstance(scales, Sequence) or len(scales) != 3:
+        raise ValueError(f"operand_scales={scales!r} must be three: of queries, keys and values")
+    scales = (1.0 if scale is None else scale for scale in scales)
+    checked: Any = (check_operand_scale(f"operand_scales[{i}]", scale, dtype) for i, scale in enumerate(scales))
+    return tuple(checked)
+
+
+def _attend(q, k, v, rows: RaggedMetadata, *, scales: OperandScales, **options) -> State:
+    """``ragged_attention``, of float8 operands where there are scales."""
+    if scales is not None:
+        q, k, v = (quantize(x, scale) for x, scale in zip((q, k, v), scales, strict=True))
+        options |= dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    out, lse = ragged_attention(q, k, v, rows, return_lse=True, out_dtype=jnp.float32, **options)
+    return out, lse
+
+
 def attend_fresh(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -37,22 +74,21 @@ def attend_fresh(
     metadata: AttentionMetadata,
     spec: MLASpec,
     *,
+    scales: OperandScales,
     implementation: Order,
 ) -> State:
     """Attention of this call's rows over this call's keys."""
-    out, lse = ragged_attention(
+    return _attend(
         q,
         k,
         v,
         fresh_rows(metadata),
         scale=spec.scale,
+        scales=scales,
         window=spec.window,
         soft_cap=spec.soft_cap,
-        return_lse=True,
-        out_dtype=jnp.float32,
         implementation=implementation,
     )
-    return out, lse
 
 
 def add_prefix(
@@ -66,6 +102,7 @@ def add_prefix(
     *,
     layer: int | Int[Array, ""],
     chunk_size: int,
+    scales: OperandScales,
     implementation: Order,
 ) -> State:
     """Merges attention over the keys cached before this call, which are those in the table, into ``state``.
@@ -73,14 +110,16 @@ def add_prefix(
     It reads, expands, attends to and merges ``chunk_size`` cached rows of each request at a time. The derivative
     covers the whole table and keeps every chunk's keys.
     """
-    arrays = (state, q, w_uk, w_uv, pool, metadata, jnp.asarray(layer, jnp.int32))
+    arrays = (state, q, w_uk, w_uv, pool, metadata, jnp.asarray(layer, jnp.int32), scales)
     static = {"spec": spec, "chunk_size": chunk_size, "implementation": implementation}
     # A loop over the chunks of the longest prefix has no reverse-mode derivative; a loop over the whole table has one.
     run, differentiated = (functools.partial(_add_chunks, whole_table=whole, **static) for whole in (False, True))
     return with_derivative(run, differentiated, arrays)
 
 
-def _add_chunks(state, q, w_uk, w_uv, pool, metadata, layer, *, spec, chunk_size, implementation, whole_table: bool):
+def _add_chunks(
+    state, q, w_uk, w_uv, pool, metadata, layer, scales, *, spec, chunk_size, implementation, whole_table: bool
+):
     m, batch = metadata, metadata.q_lens.shape[0]
     cached = jnp.maximum(m.kv_lens - m.q_lens - m.kv_offsets, 0)
     room = m.page_table.shape[1] * pool.page_size
@@ -93,7 +132,7 @@ def _add_chunks(state, q, w_uk, w_uv, pool, metadata, layer, *, spec, chunk_size
         # Rows that no query sees may be NaN; the derivative of the weights would multiply them by 0.
         latent, rope = (
             jnp.where(held[:, :, None], x, jnp.zeros((), x.dtype))
-            for x in read_latent(pool, m.page_table, begin, chunk, layer=layer)
+            for x in read_latent(pool, m.page_table, begin, chunk, layer=layer, dtype=q.dtype)
         )
         keys, values = _expand(latent, rope, w_uk, w_uv, q.dtype)
         rows = RaggedMetadata(
@@ -104,27 +143,27 @@ def _add_chunks(state, q, w_uk, w_uv, pool, metadata, layer, *, spec, chunk_size
             max_q_len=m.max_q_len,
             max_kv_len=chunk,
         )
-        out, lse = ragged_attention(
+        out, lse = _attend(
             q,
             keys.reshape(batch * chunk, *keys.shape[2:]),
             values.reshape(batch * chunk, *values.shape[2:]),
             rows,
             scale=spec.scale,
+            scales=scales,
             causal=False,
             soft_cap=spec.soft_cap,
-            return_lse=True,
-            out_dtype=jnp.float32,
             implementation=implementation,
         )
         return merge_states([state[0], out], [state[1], lse])
 
     chunks = -(-room // chunk) if whole_table else -(-jnp.max(cached, initial=0) // chunk)
-    return jax.lax.fori_loop(0, chunks, add_chunk, vary_together(state, like=(w_uk, w_uv, pool, metadata, layer)))
+    return jax.lax.fori_loop(
+        0, chunks, add_chunk, vary_together(state, like=(w_uk, w_uv, pool, metadata, layer, scales))
+    )
 
 
 def _expand(latent, rope, w_uk, w_uv, dtype):
     """Expands cached rows to keys [B, n, H, D] and values [B, n, H, V] (arXiv:2405.04434, equations 10 to 12)."""
-    latent, rope = latent.astype(dtype), rope.astype(dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     nope = jnp.einsum("bnr,hdr->bnhd", latent, w_uk.astype(dtype), precision=precision)
     values = jnp.einsum("bnr,hvr->bnhv", latent, w_uv.astype(dtype), precision=precision)

@@ -4,15 +4,21 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import KVPool
-from mla_attn.checks import check_flag, check_out_dtype, check_shape, check_type
+from mla_attn.checks import check_flag, check_operand, check_shape
 from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
-from mla_attn.ops.checks import check_paged_metadata, check_pool, check_sinks, check_tree_mask
+from mla_attn.ops.checks import (
+    check_paged_metadata,
+    check_pool,
+    check_q_scale,
+    check_sinks,
+    check_tree_mask,
+    result_dtype,
+)
 from mla_attn.ops.paged import PagedCall, facts_of, plan_calls, reference_supports, xla_supports
 from mla_attn.reference.gqa import gqa_attention as reference_gqa
 from mla_attn.specs import GQASpec
@@ -36,6 +42,7 @@ class GQACall(PagedCall):
         tree: bool = False,
         sinks: bool = False,
         batch_invariant: bool = False,
+        q_dtype: DTypeLike = jnp.bfloat16,
     ) -> "GQACall":
         """The facts of calls over ``pool``, which may be abstract (from ``jax.eval_shape``).
 
@@ -43,7 +50,7 @@ class GQACall(PagedCall):
             ValueError: a value or combination of values is invalid.
         """
         flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
-        facts = facts_of(pool, spec, max_q_len=max_q_len, **flags)
+        facts = facts_of(pool, spec, max_q_len=max_q_len, q_dtype=q_dtype, **flags)
         return cls(**facts, layout=pool.layout)
 
 
@@ -63,6 +70,7 @@ def gqa_attention(
     causal: bool = True,
     tree_mask: Bool[Array, "B S M"] | None = None,
     sinks: Float[Array, "H"] | None = None,
+    q_scale: float | Float[Array, "..."] | None = None,
     return_lse: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
@@ -76,7 +84,8 @@ def gqa_attention(
 
     Args:
         q: packed query rows after rotation; [T, H, D]. Products run in the pool's dtype: with a bfloat16 pool, float32
-            queries are rounded to bfloat16.
+            queries are rounded to bfloat16. Products of float8 keys and values are exact: they run in the dtype of
+            q, or in bfloat16 if that is float8_e4m3fn, and the scales are applied to scores and results.
         pool: cache of all layers; this call's rows must already be written.
         metadata: rows, lengths and page table, from a builder of ``mla_attn.metadata``.
         spec: heads, dims and scale.
@@ -89,8 +98,9 @@ def gqa_attention(
             ``p > metadata.positions[row] - window`` (siblings share a position).
         sinks: one raw logit per head, neither scaled nor capped: ``exp(sink)`` is added to the softmax denominator.
             -inf means no sink; with inf, ``out`` is 0.
+        q_scale: scale of float8_e4m3fn queries, float32 [] or [T, H], from ``quantize_queries``; None for 1.
         return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
-        out_dtype: dtype of ``out``; None for that of ``q``.
+        out_dtype: dtype of ``out``; None for that of ``q``, or for bfloat16 if that is float8.
         implementation: "xla" or "reference", or names in the order to try them; None for the default choice.
         batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
@@ -111,7 +121,7 @@ def gqa_attention(
     metadata = _check(q, pool, metadata, spec, tree_mask)
     return_lse = check_flag("return_lse", return_lse)
     check_sinks(sinks, spec.num_heads, return_lse)
-    check_out_dtype(out_dtype)
+    q_scale, out_dtype = check_q_scale(q_scale, q), result_dtype(q.dtype, out_dtype)
     call = GQACall.of(
         pool,
         spec,
@@ -120,16 +130,18 @@ def gqa_attention(
         tree=tree_mask is not None,
         sinks=sinks is not None,
         batch_invariant=batch_invariant,
+        q_dtype=q.dtype,
     )
+    layer = jnp.asarray(pool.placement.check_layer(layer), jnp.int32)
     out, lse = compute(
         "gqa_attention",
         choose("gqa_attention", call, IMPLEMENTATIONS, implementation),
         IMPLEMENTATIONS,
-        (q, pool, metadata, jnp.asarray(pool.placement.check_layer(layer), jnp.int32), tree_mask, sinks),
+        (q, pool, metadata, layer, tree_mask, sinks, q_scale),
         spec=spec,
         causal=call.causal,
         batch_invariant=call.batch_invariant,
-        out_dtype=np.dtype(q.dtype if out_dtype is None else out_dtype),
+        out_dtype=out_dtype,
     )
     return (out, lse) if return_lse else out
 
@@ -143,6 +155,7 @@ def plan_gqa(
     tree: bool = False,
     sinks: bool = False,
     out_dtype: DTypeLike = jnp.bfloat16,
+    q_dtype: DTypeLike = jnp.bfloat16,
     implementation: Order = None,
     batch_invariant: bool = False,
 ) -> AttentionMetadata:
@@ -156,6 +169,7 @@ def plan_gqa(
         pool, spec, causal, implementation, batch_invariant: as in the planned calls; ``pool`` may be abstract.
         tree, sinks: whether the planned calls have a ``tree_mask``, and ``sinks``.
         out_dtype: ``out_dtype`` of the planned calls.
+        q_dtype: dtype of the queries of the planned calls.
 
     Raises:
         ValueError: a wrong shape, dtype or static value.
@@ -163,14 +177,14 @@ def plan_gqa(
     """
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
     choice = functools.partial(choose, "gqa_attention", implementations=IMPLEMENTATIONS, implementation=implementation)
-    return plan_calls(metadata, pool, spec, GQACall, choice, out_dtype=out_dtype, **flags)
+    return plan_calls(metadata, pool, spec, GQACall, choice, out_dtype=out_dtype, q_dtype=q_dtype, **flags)
 
 
 def _check(q, pool, metadata, spec, tree_mask) -> AttentionMetadata:
     """Checks arguments; returns the metadata with its static fields as Python integers."""
     rows = metadata.slots.shape[0]
     check_shape("q", q, (rows, spec.num_heads, spec.head_dim), "T of metadata.slots, spec's H and D")
-    check_type("q", q, jnp.floating)
+    check_operand("q", q)
     check_pool(pool, spec, metadata, KVPool)
     metadata = check_paged_metadata(metadata)
     check_tree_mask(tree_mask, metadata, spec.window)

@@ -4,16 +4,22 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool
-from mla_attn.checks import check_flag, check_out_dtype, check_shape, check_type
+from mla_attn.checks import check_flag, check_operand, check_shape
 from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
-from mla_attn.ops.checks import check_paged_metadata, check_pool, check_sinks, check_tree_mask
+from mla_attn.ops.checks import (
+    check_paged_metadata,
+    check_pool,
+    check_q_scale,
+    check_sinks,
+    check_tree_mask,
+    result_dtype,
+)
 from mla_attn.ops.paged import PagedCall, facts_of, plan_calls, reference_supports, xla_supports
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
@@ -38,6 +44,7 @@ class MLACall(PagedCall):
         tree: bool = False,
         sinks: bool = False,
         batch_invariant: bool = False,
+        q_dtype: DTypeLike = jnp.bfloat16,
     ) -> "MLACall":
         """The facts of calls over ``pool``, which may be abstract (from ``jax.eval_shape``).
 
@@ -45,7 +52,7 @@ class MLACall(PagedCall):
             ValueError: a value or combination of values is invalid.
         """
         flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
-        facts = facts_of(pool, spec, max_q_len=max_q_len, **flags)
+        facts = facts_of(pool, spec, max_q_len=max_q_len, q_dtype=q_dtype, **flags)
         return cls(**facts, row_width=pool.row_width, rope_offset=pool.rope_offset)
 
 
@@ -67,6 +74,7 @@ def mla_attention(
     causal: bool = True,
     tree_mask: Bool[Array, "B S M"] | None = None,
     sinks: Float[Array, "H"] | None = None,
+    q_scale: float | Float[Array, "..."] | None = None,
     return_lse: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
@@ -81,7 +89,9 @@ def mla_attention(
 
     Args:
         q_latent: packed query rows after absorption, ``q_nope @ W_UK``; [T, H, R]. Products run in the pool's dtype:
-            with a bfloat16 pool, float32 queries are rounded to bfloat16.
+            with a bfloat16 pool, float32 queries are rounded to bfloat16. Products of float8
+            rows are exact: they run in the dtype of the queries, or in bfloat16 if that is float8_e4m3fn, and the
+            scale is applied to scores and results; with "blocks" they run in float32.
         q_rope: rotary part of the queries; [T, H, E].
         pool: cache of all layers; this call's rows must already be written.
         metadata: rows, lengths and page table, from a builder of ``mla_attn.metadata``.
@@ -95,8 +105,9 @@ def mla_attention(
             ``p > metadata.positions[row] - window`` (siblings share a position).
         sinks: one raw logit per head, neither scaled nor capped: ``exp(sink)`` is added to the softmax denominator.
             -inf means no sink; with inf, ``out`` is 0.
+        q_scale: scale of float8_e4m3fn queries, float32 [] or [T, H], from ``quantize_queries``; None for 1.
         return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
-        out_dtype: dtype of ``out``; None for that of ``q_latent``.
+        out_dtype: dtype of ``out``; None for that of ``q_latent``, or for bfloat16 if that is float8.
         implementation: "mosaic_gpu", "xla" or "reference", or names in the order to try them; None for the default
             choice.
         batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
@@ -118,7 +129,7 @@ def mla_attention(
     metadata = _check(q_latent, q_rope, pool, metadata, spec, tree_mask)
     return_lse = check_flag("return_lse", return_lse)
     check_sinks(sinks, spec.num_heads, return_lse)
-    check_out_dtype(out_dtype)
+    q_scale, out_dtype = check_q_scale(q_scale, q_latent), result_dtype(q_latent.dtype, out_dtype)
     call = MLACall.of(
         pool,
         spec,
@@ -127,16 +138,18 @@ def mla_attention(
         tree=tree_mask is not None,
         sinks=sinks is not None,
         batch_invariant=batch_invariant,
+        q_dtype=q_latent.dtype,
     )
+    layer = jnp.asarray(pool.placement.check_layer(layer), jnp.int32)
     out, lse = compute(
         "mla_attention",
         choose("mla_attention", call, IMPLEMENTATIONS, implementation),
         IMPLEMENTATIONS,
-        (q_latent, q_rope, pool, metadata, jnp.asarray(pool.placement.check_layer(layer), jnp.int32), tree_mask, sinks),
+        (q_latent, q_rope, pool, metadata, layer, tree_mask, sinks, q_scale),
         spec=spec,
         causal=call.causal,
         batch_invariant=call.batch_invariant,
-        out_dtype=np.dtype(q_latent.dtype if out_dtype is None else out_dtype),
+        out_dtype=out_dtype,
     )
     return (out, lse) if return_lse else out
 
@@ -150,6 +163,7 @@ def plan_mla(
     tree: bool = False,
     sinks: bool = False,
     out_dtype: DTypeLike = jnp.bfloat16,
+    q_dtype: DTypeLike = jnp.bfloat16,
     implementation: Order = None,
     batch_invariant: bool = False,
 ) -> AttentionMetadata:
@@ -163,6 +177,7 @@ def plan_mla(
         pool, spec, causal, implementation, batch_invariant: as in the planned calls; ``pool`` may be abstract.
         tree, sinks: whether the planned calls have a ``tree_mask``, and ``sinks``.
         out_dtype: ``out_dtype`` of the planned calls.
+        q_dtype: dtype of the queries of the planned calls.
 
     Raises:
         ValueError: a wrong shape, dtype or static value.
@@ -170,7 +185,7 @@ def plan_mla(
     """
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
     choice = functools.partial(choose, "mla_attention", implementations=IMPLEMENTATIONS, implementation=implementation)
-    return plan_calls(metadata, pool, spec, MLACall, choice, out_dtype=out_dtype, **flags)
+    return plan_calls(metadata, pool, spec, MLACall, choice, out_dtype=out_dtype, q_dtype=q_dtype, **flags)
 
 
 def _check(q_latent, q_rope, pool, metadata, spec, tree_mask) -> AttentionMetadata:
@@ -179,7 +194,7 @@ def _check(q_latent, q_rope, pool, metadata, spec, tree_mask) -> AttentionMetada
     check_shape("q_latent", q_latent, (rows, spec.num_heads, spec.kv_lora_rank), "T of metadata.slots, spec's H and R")
     check_shape("q_rope", q_rope, (rows, spec.num_heads, spec.qk_rope_head_dim), "T of metadata.slots, spec's H and E")
     for name, array in (("q_latent", q_latent), ("q_rope", q_rope)):
-        check_type(name, array, jnp.floating)
+        check_operand(name, array)
     if q_latent.dtype != q_rope.dtype:
         raise ValueError(f"q_rope has dtype {q_rope.dtype}, must be q_latent's {q_latent.dtype}")
     check_pool(pool, spec, metadata, LatentPool)

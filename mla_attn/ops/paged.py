@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mla_attn.cache.formats import RowFormat
-from mla_attn.checks import check_flag, check_integer, check_out_dtype
+from mla_attn.checks import check_dtype, check_flag, check_integer, check_out_dtype
 from mla_attn.dispatch import Device, Implementation
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.checks import check_paged_metadata
@@ -21,6 +21,7 @@ class PagedCall:
     spec: Any
     page_size: int
     format: RowFormat
+    q_dtype: np.dtype
     max_q_len: int
     causal: bool
     tree: bool
@@ -29,7 +30,15 @@ class PagedCall:
 
 
 def facts_of(
-    pool: Any, spec: Any, *, max_q_len: int, causal: bool, tree: bool, sinks: bool, batch_invariant: bool
+    pool: Any,
+    spec: Any,
+    *,
+    max_q_len: int,
+    causal: bool,
+    tree: bool,
+    sinks: bool,
+    batch_invariant: bool,
+    q_dtype: DTypeLike,
 ) -> dict[str, Any]:
     """The fields of a ``PagedCall`` over ``pool``, which may be abstract (from ``jax.eval_shape``).
 
@@ -41,7 +50,8 @@ def facts_of(
     flags = {name: check_flag(name, value) for name, value in flags.items()}
     if spec.window is not None and not flags["causal"]:
         raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")
-    return {"spec": spec, "page_size": pool.page_size, "format": pool.format, "max_q_len": max_q_len, **flags}
+    dtypes = {"format": pool.format, "q_dtype": check_dtype("q_dtype", q_dtype)}
+    return {"spec": spec, "page_size": pool.page_size, **dtypes, "max_q_len": max_q_len, **flags}
 
 
 def plan_calls(
@@ -52,6 +62,7 @@ def plan_calls(
     choose: Callable[[Any], Implementation],
     *,
     out_dtype: DTypeLike,
+    q_dtype: DTypeLike,
     **flags: bool,
 ) -> AttentionMetadata:
     """Adds a work list to the metadata; arguments and errors are those of ``plan_mla``.
@@ -62,7 +73,7 @@ def plan_calls(
     """
     metadata = check_paged_metadata(metadata)
     check_out_dtype(out_dtype)
-    call = kind.of(pool, spec, max_q_len=metadata.max_q_len, **flags)
+    call = kind.of(pool, spec, max_q_len=metadata.max_q_len, q_dtype=q_dtype, **flags)
     chosen = choose(call)
     if chosen.plan is None:
         return metadata

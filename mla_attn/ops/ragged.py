@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from mla_attn.checks import (
     check_array,
     check_flag,
-    check_out_dtype,
+    check_operand,
     check_scale,
     check_shape,
     check_soft_cap,
@@ -20,7 +20,7 @@ from mla_attn.checks import (
 )
 from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.metadata import RaggedMetadata
-from mla_attn.ops.checks import check_sinks, static_integers
+from mla_attn.ops.checks import check_operand_scale, check_sinks, result_dtype, static_integers
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
@@ -35,6 +35,7 @@ class RaggedCall:
     v_dim: int
     sinks: bool
     dtype: np.dtype
+    q_dtype: np.dtype
 
     @classmethod
     def of(
@@ -54,7 +55,7 @@ class RaggedCall:
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"q has {heads} heads, must be a multiple of k's {kv_heads}")
         sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v.shape[2]}
-        return cls(**sizes, sinks=check_flag("sinks", sinks), dtype=np.dtype(k.dtype))
+        return cls(**sizes, sinks=check_flag("sinks", sinks), dtype=np.dtype(k.dtype), q_dtype=np.dtype(q.dtype))
 
 
 def _portable(call: RaggedCall, device: Device) -> str | None:
@@ -78,6 +79,9 @@ def ragged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    q_scale: float | Float[Array, ""] | None = None,
+    k_scale: float | Float[Array, ""] | None = None,
+    v_scale: float | Float[Array, ""] | None = None,
     return_lse: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
@@ -88,7 +92,8 @@ def ragged_attention(
     ``p <= a`` when causal and ``p > a - window`` with a window.
 
     Args:
-        q: queries [T, H, D]; H a multiple of K.
+        q: queries [T, H, D]; H a multiple of K. Of float8_e4m3fn, as k and v may be: such numbers enter products
+            exactly, in bfloat16 (or in the other operand's dtype), and weights are not rounded to float8.
         k: keys [Tk, K, D].
         v: values [Tk, K, V]; V may differ from D (DeepSeek: 192 and 128).
         metadata: the rows of each request.
@@ -98,8 +103,9 @@ def ragged_attention(
         soft_cap: scores become ``cap * tanh(score / cap)``.
         sinks: one raw logit per head, neither scaled nor capped: ``exp(sink)`` is added to the softmax denominator.
             -inf means no sink; with inf, ``out`` is 0.
-        return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
-        out_dtype: dtype of ``out``; None for that of ``q``.
+        q_scale, k_scale, v_scale: scales of float8_e4m3fn operands, float32 []; None for 1.
+    return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
+        out_dtype: dtype of ``out``; None for that of ``q``, or for bfloat16 if that is float8.
         implementation: "xla" or "reference", or names in the order to try them; None for the default choice.
 
     Returns:
@@ -125,18 +131,19 @@ def ragged_attention(
     scale, window, soft_cap = check_scale(scale), check_window(window), check_soft_cap(soft_cap)
     if window is not None and not causal:
         raise ValueError(f"window={window} with causal={causal}: a window needs causal=True")
-    check_out_dtype(out_dtype)
+    scales = (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v))
+    scales = (check_operand_scale(name, scale, array.dtype) for name, scale, array in scales)
     check_sinks(sinks, q.shape[1], return_lse)
     out, lse = compute(
         "ragged_attention",
         choose("ragged_attention", RaggedCall.of(q, k, v, sinks=sinks is not None), IMPLEMENTATIONS, implementation),
         IMPLEMENTATIONS,
-        (q, k, v, metadata, sinks),
+        (q, k, v, metadata, sinks, *scales),
         scale=scale,
         causal=causal,
         window=window,
         soft_cap=soft_cap,
-        out_dtype=np.dtype(q.dtype if out_dtype is None else out_dtype),
+        out_dtype=result_dtype(q.dtype, out_dtype),
     )
     return (out, lse) if return_lse else out
 
@@ -146,7 +153,7 @@ def check_heads(name: str, array, axes: str) -> None:
     check_array(name, array)
     if array.ndim != 3:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, must be {axes}")
-    check_type(name, array, jnp.floating)
+    check_operand(name, array)
 
 
 def check_ragged_metadata(metadata: RaggedMetadata) -> RaggedMetadata:

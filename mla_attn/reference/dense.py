@@ -38,6 +38,13 @@ def attend(
     return jnp.where(filled, acc / l, 0.0), lse
 
 
+def scaled_queries(q: Float[Array, "T H D"], q_scale: Float[Array, "..."] | None) -> Float[Array, "T H D"]:
+    """Queries times their scale, [] or [T, H]; as they are if that is None."""
+    if q_scale is None:
+        return q
+    return q.astype(jnp.float32) * (q_scale if q_scale.ndim == 0 else q_scale[:, :, None])
+
+
 def visible_keys(
     positions: Int[Array, "B M"],
     q_lens: Int[Array, "B"],

@@ -2,12 +2,15 @@
 
 import jax.numpy as jnp
 
-from mla_attn.reference.dense import attend, to_blocks, to_rows, visible_keys
+from mla_attn.reference.dense import attend, scaled_queries, to_blocks, to_rows, visible_keys
 
 
-def ragged_attention(q, k, v, metadata, sinks, *, scale, causal, window, soft_cap, out_dtype):
+def ragged_attention(
+    q, k, v, metadata, sinks, q_scale, k_scale, v_scale, *, scale, causal, window, soft_cap, out_dtype
+):
     """``(out [T, H, V], lse float32 [T, H])``, from dense blocks."""
     m = metadata
+    q, k, v = (scaled_queries(x, x_scale) for x, x_scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
     positions = jnp.arange(m.max_kv_len, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, (m.kv_lens.shape[0], m.max_kv_len))
     out, lse = attend(

@@ -5,10 +5,11 @@ pool is donated; inside an outer ``jit`` they are inlined, and the outer ``jit``
 for example over a cache that a draft model shares, call ``gqa_attention``.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import KVPool, write_kv
-from mla_attn.checks import check_shape
+from mla_attn.checks import check_shape, check_type
 from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.checks import check_paged_metadata, check_pool
@@ -37,6 +38,7 @@ def _paged_step(name: str, summary: str):
         layer: int | Int[Array, ""] = 0,
         tree_mask: Bool[Array, "B S M"] | None = None,
         sinks: Float[Array, "H"] | None = None,
+        q_scale: float | Float[Array, "..."] | None = None,
         query_scaling: QueryScaling | None = None,
         return_lse: bool = False,
         implementation: Order = None,
@@ -50,6 +52,7 @@ def _paged_step(name: str, summary: str):
             spec,
             layer=layer,
             tree_mask=tree_mask,
+            q_scale=q_scale,
             sinks=sinks,
             return_lse=return_lse,
             implementation=implementation,
@@ -74,7 +77,8 @@ _PAGED_DOC = """
             written and the output is undefined.
         tree_mask: as in ``gqa_attention``, for verifying or drafting trees.
         sinks: as in ``gqa_attention``.
-        query_scaling: position-dependent scaling of the queries.
+        q_scale: as in ``gqa_attention``.
+        query_scaling: position-dependent scaling of the queries; must be None for float8 queries.
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``gqa_attention``.
         batch_invariant: as in ``gqa_attention``.
@@ -116,6 +120,8 @@ def gqa_prefill(
 ) -> tuple[Float[Array, "T H V"], KVPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], KVPool]:
     """Runs whole prompts. It attends to this call's keys and values only and reads nothing from the cache.
 
+    They are attended to as given; the other steps attend to what the cache stores, which float8 rounds.
+
     Metadata comes from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``gqa_extend``.
     If the table covers only the last keys (``kv_offsets``), the others are visible but not written.
 
@@ -132,6 +138,7 @@ def gqa_prefill(
     check_pool(pool, spec, metadata, KVPool)
     metadata = check_paged_metadata(metadata)
     check_heads("q", q, "[T, H, D]")
+    check_type("q", q, jnp.floating)
     check_shape("q", q, (metadata.slots.shape[0], spec.num_heads, spec.head_dim), "T of metadata.slots, spec's H and D")
     pool = write_kv(pool, k, v, metadata.slots, layer=layer)
     result = ragged_attention(

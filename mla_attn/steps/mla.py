@@ -8,7 +8,10 @@ Absorbed steps attend over the paged cache: ``decode``, ``target_verify``, ``dra
 keys and values, which costs fewer operations for many rows.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool, write_latent
@@ -16,7 +19,7 @@ from mla_attn.checks import check_integer, check_shape, check_type
 from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.checks import check_paged_metadata, check_pool
-from mla_attn.ops.expanded import add_prefix, attend_fresh
+from mla_attn.ops.expanded import add_prefix, attend_fresh, check_operand_scales
 from mla_attn.ops.mla import mla_attention
 from mla_attn.ops.ragged import check_heads
 from mla_attn.specs import MLASpec
@@ -44,6 +47,7 @@ def _absorbed_step(name: str, summary: str):
         *,
         layer: int | Int[Array, ""] = 0,
         tree_mask: Bool[Array, "B S M"] | None = None,
+        q_scale: float | Float[Array, "..."] | None = None,
         query_scaling: QueryScaling | None = None,
         return_lse: bool = False,
         implementation: Order = None,
@@ -59,6 +63,7 @@ def _absorbed_step(name: str, summary: str):
             spec,
             layer=layer,
             tree_mask=tree_mask,
+            q_scale=q_scale,
             return_lse=True,
             implementation=implementation,
             batch_invariant=batch_invariant,
@@ -82,7 +87,8 @@ _ABSORBED_DOC = """
         layer: layer of the pool, a Python int or an int32 scalar. A traced value out of range cannot raise: nothing is
             written and the output is undefined.
         tree_mask: as in ``mla_attention``, for verifying or drafting trees.
-        query_scaling: position-dependent scaling of the queries.
+        q_scale: as in ``mla_attention``.
+        query_scaling: position-dependent scaling of the queries; must be None for float8 queries.
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``mla_attention``.
         batch_invariant: as in ``mla_attention``.
@@ -105,7 +111,7 @@ absorbed_extend = _absorbed_step(
 )
 
 
-@entry_point(*_STATIC)
+@entry_point(*_STATIC, "operand_dtype")
 def prefill(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -118,10 +124,14 @@ def prefill(
     *,
     layer: int | Int[Array, ""] = 0,
     query_scaling: QueryScaling | None = None,
+    operand_dtype: DTypeLike | None = None,
+    operand_scales: tuple[Any, Any, Any] | None = None,
     return_lse: bool = False,
     implementation: Order = None,
 ) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
     """Runs whole prompts in the expanded form. It attends to this call's keys only and reads nothing from the cache.
+
+    They are attended to as given; absorbed steps attend to what the cache stores, which float8 rounds.
 
     Metadata comes from ``for_extend`` with ``seq_lens = q_lens``; a request with a cached prefix needs ``extend``. The
     result does not depend on ``kv_offsets`` or ``kv_stride``.
@@ -137,6 +147,9 @@ def prefill(
         spec: static facts of the attention.
         layer: layer of the pool. A traced value out of range cannot raise: nothing is written.
         query_scaling: position-dependent scaling of the queries.
+        operand_dtype: float8_e4m3fn casts queries, keys and values to it for their products; None leaves them.
+        operand_scales: float32 [] for queries, keys and values: they are divided by them, and clipped to 448, before
+            they are cast; 1 if None.
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``ragged_attention``.
 
@@ -147,13 +160,14 @@ def prefill(
         ValueError, NotImplementedError: as in ``write_latent`` and ``ragged_attention``.
     """
     metadata = _check_expanded(q, k, v, pool, metadata, spec)
+    options = {"scales": check_operand_scales(operand_dtype, operand_scales), "implementation": implementation}
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
-    out, lse = attend_fresh(scaled(q, metadata, query_scaling), k, v, metadata, spec, implementation=implementation)
+    out, lse = attend_fresh(scaled(q, metadata, query_scaling), k, v, metadata, spec, **options)
     out = out.astype(q.dtype)
     return (out, lse, pool) if return_lse else (out, pool)
 
 
-@entry_point(*_STATIC, "chunk_size")
+@entry_point(*_STATIC, "chunk_size", "operand_dtype")
 def extend(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -169,6 +183,8 @@ def extend(
     layer: int | Int[Array, ""] = 0,
     chunk_size: int = PREFIX_CHUNK,
     query_scaling: QueryScaling | None = None,
+    operand_dtype: DTypeLike | None = None,
+    operand_scales: tuple[Any, Any, Any] | None = None,
     return_lse: bool = False,
     implementation: Order = None,
 ) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
@@ -178,6 +194,9 @@ def extend(
     are read, expanded through ``w_uk`` and ``w_uv``, attended to, and merged by log-sum-exp. Memory is that of one
     chunk, ``B * chunk_size * H * (D + V)`` elements; time is proportional to the longest prefix. Visible prefix keys
     are those in the table, at positions from ``metadata.kv_offsets`` on.
+
+    The prefix is what the cache holds of it, its values in the dtype of q; the new tokens are attended to as given, by
+    absorbed steps as cached.
 
     Args:
         q: queries ``[nope | rope]``, rotated; [T, H, D].
@@ -194,6 +213,10 @@ def extend(
             undefined.
         chunk_size: cached tokens per request expanded at a time.
         query_scaling: position-dependent scaling of the queries.
+        operand_dtype: float8_e4m3fn casts queries, keys and values to it for their products,
+            those of the expanded prefix too; None leaves them.
+        operand_scales: float32 [] for queries, keys and values: they are divided by them, and clipped to 448, before
+            they are cast; 1 if None.
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``ragged_attention``.
 
@@ -214,10 +237,11 @@ def extend(
     check_shape("w_uv", w_uv, (spec.num_heads, v.shape[2], spec.kv_lora_rank), "[H, V, R]")
     for name, array in (("w_uk", w_uk), ("w_uv", w_uv)):
         check_type(name, array, jnp.floating)
+    options = {"scales": check_operand_scales(operand_dtype, operand_scales), "implementation": implementation}
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
     q = scaled(q, metadata, query_scaling)
     out, lse = add_prefix(
-        attend_fresh(q, k, v, metadata, spec, implementation=implementation),
+        attend_fresh(q, k, v, metadata, spec, **options),
         q,
         w_uk,
         w_uv,
@@ -226,7 +250,7 @@ def extend(
         spec,
         layer=layer,
         chunk_size=chunk_size,
-        implementation=implementation,
+        **options,
     )
     out = out.astype(q.dtype)
     return (out, lse, pool) if return_lse else (out, pool)
@@ -236,6 +260,7 @@ def _check_expanded(q, k, v, pool, metadata, spec) -> AttentionMetadata:
     """Checks arguments; returns the metadata with its static fields as Python integers."""
     for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[T, H, D]"), ("v", v, "[T, H, V]")):
         check_heads(name, array, axes)
+        check_type(name, array, jnp.floating)
     rows = (metadata.slots.shape[0], spec.num_heads)
     check_shape("q", q, (*rows, q.shape[2]), "T of metadata.slots, spec's H")
     check_shape("k", k, (*rows, q.shape[2]), "as q")

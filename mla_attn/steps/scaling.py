@@ -29,8 +29,14 @@ class QueryScaling:
 
 
 def scaled(q: Float[Array, "T H D"], metadata, query_scaling: QueryScaling | None) -> Float[Array, "T H D"]:
-    """Scales queries by the positions of their rows; returns them as they are if ``query_scaling`` is None."""
+    """Scales queries by the positions of their rows; returns them as they are if ``query_scaling`` is None.
+
+    Raises:
+        ValueError: the queries are float8 already.
+    """
     if query_scaling is None:
         return q
+    if q.dtype == jnp.float8_e4m3fn:
+        raise ValueError("query_scaling with float8_e4m3fn queries: must be None, it comes before quantize_queries")
     factors = query_scaling.factors(metadata.positions)[:, None, None]
     return (q.astype(jnp.float32) * factors).astype(q.dtype)

@@ -116,10 +116,29 @@ def make_plan(
     return Plan(tile, tiles, block, blocks, lanes)
 
 
+def score_factors(shape: tuple[int, ...], *scales):
+    """What scores of queries [T, H, ...] are multiplied by: the product of scales [], [H] or [T, H], of which each may
+    be None; None if all are."""
+    given = [scale for scale in scales if scale is not None]
+    if not given:
+        return None
+    rows = (jnp.broadcast_to(scale, shape[:2]) for scale in given)
+    return functools.reduce(jnp.multiply, rows)
+
+
 def blockwise_attention(
-    q: Float[Array, "T H D"], fetch: Fetch, values: tuple[int, int], batch: Batch, plan: Plan, rules: Rules
+    q: Float[Array, "T H D"],
+    fetch: Fetch,
+    values: tuple[int, int],
+    batch: Batch,
+    plan: Plan,
+    rules: Rules,
+    factors: Float[Array, "T H"] | None = None,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """Attention of packed query rows over keys from ``fetch``, which reads one block per lane; ``values`` is (K, V).
+
+    ``factors`` multiply the scores of each row and head, in addition to the scale of ``rules``: the scales of operands,
+    which leave the products exact.
 
     Returns float32 ``out`` and natural-log ``lse``; rows without visible keys and padding rows give 0 and -inf.
     """
@@ -145,10 +164,16 @@ def blockwise_attention(
         visible = _visible(batch, plan, rules, request, start, block) & alive[:, None, None]
         k, v = fetch(request, _first_key(batch, plan, request, block), visible.any(axis=1))
         q_rows = (batch.q_starts[request] + start)[:, None] + jnp.arange(plan.tile, dtype=jnp.int32)[None]
-        q_tile = q[jnp.clip(q_rows, 0, rows - 1)].reshape(plan.lanes, plan.tile, kv_heads, group, -1)
-        q_tile = q_tile.swapaxes(1, 2).reshape(plan.lanes, kv_heads, plan.tile * group, -1)
-        index = tile + lanes
-        return _put(state, index, _update(_take(state, index), q_tile, k, v, visible, rules))
+        q_rows = jnp.clip(q_rows, 0, rows - 1)
+
+        def of_tile(x):  # [T, H, n] to [lanes, K, rows, n]
+            x = x[q_rows].reshape(plan.lanes, plan.tile, kv_heads, group, -1)
+            return x.swapaxes(1, 2).reshape(plan.lanes, kv_heads, plan.tile * group, -1)
+
+        index, scale = tile + lanes, rules.scale
+        if factors is not None:
+            scale *= of_tile(factors[..., None])
+        return _put(state, index, _update(_take(state, index), of_tile(q), k, v, visible, rules, scale))
 
     f32 = jnp.float32
     state = (jnp.full(shape, -jnp.inf, f32), jnp.zeros(shape, f32), jnp.zeros((*shape, v_dim), f32))
@@ -236,11 +261,11 @@ def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n
     return bits | (column < 0)[:, None, :]
 
 
-def _update(state, q, k, v, visible, rules: Rules):
+def _update(state, q, k, v, visible, rules: Rules, scale):
     """One online-softmax step, which adds a block to the running maximum, sum and output of each lane's tile."""
     m, l, acc = state
     precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
-    scores = rules.scale * jnp.einsum(
+    scores = scale * jnp.einsum(
         "lkrd,lnkd->lkrn", q.astype(k.dtype), k, precision=precision, preferred_element_type=jnp.float32
     )
     if rules.soft_cap is not None:

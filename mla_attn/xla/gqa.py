@@ -1,21 +1,34 @@
 """Grouped-query attention over a paged cache in plain JAX, with bounded memory, on any device."""
 
-from mla_attn.xla.blockwise import Config, Rules
+import jax.numpy as jnp
+
+from mla_attn.xla.blockwise import Config, Rules, score_factors
 from mla_attn.xla.paged import paged_attention, take_pages
 
 
 def gqa_attention(
-    q, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype,
+    q, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, causal, batch_invariant, out_dtype,
     config: Config | None = None,
 ):  # fmt: skip
-    """``(out [T, H, V], lse float32 [T, H])``; products in the pool's dtype, sums in float32."""
+    """``(out [T, H, V], lse float32 [T, H])``; products in the format's ``operand_dtype``, sums in float32."""
+    dtype = pool.format.operand_dtype(q.dtype)
     rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask, sinks)
 
     def read(physical):
         if pool.layout == "hnd":
-            return pool.decode(*(take_pages(x, physical, 2).swapaxes(1, 2) for x in pool.arrays))
-        return pool.decode(*(take_pages(x, physical) for x in pool.arrays))
+            return pool.operands(*(take_pages(x, physical, 2).swapaxes(1, 2) for x in pool.arrays), dtype=dtype)
+        return pool.operands(*(take_pages(x, physical) for x in pool.arrays), dtype=dtype)
 
+    scales = pool.scales_of(layer)
+    k_scale, v_scale = (None, None) if scales is None else (_of_query_heads(x, spec) for x in scales)
     values, options = (spec.num_kv_heads, spec.v_head_dim), {"batch_invariant": batch_invariant, "config": config}
+    options["factors"] = score_factors(q.shape, q_scale, k_scale)
     out, lse = paged_attention(q, read, values, pool, metadata, layer, rules, **options)
+    if v_scale is not None:
+        out *= v_scale if v_scale.ndim == 0 else v_scale[None, :, None]
     return out.astype(out_dtype), lse
+
+
+def _of_query_heads(scale, spec):
+    """The scales [K] of KV heads as those of the query heads that read them, [H]; [] is that of all."""
+    return scale if scale.ndim == 0 else jnp.repeat(scale, spec.num_heads // spec.num_kv_heads)

@@ -25,8 +25,11 @@ def paged_attention(
     *,
     batch_invariant,
     config: Config | None,
+    factors=None,
 ):
     """Attention of queries [T, H, D] over pages from ``read``: ``(out, lse)``, both float32; ``values`` is (K, V).
+
+    ``factors`` are those of ``blockwise_attention``.
 
     With ``batch_invariant`` a tile is always one query token, and blocks begin at multiples of a size that depends only
     on the page size, counted from position 0: the products of a row, and their order, are then the same in every batch.
@@ -56,7 +59,7 @@ def paged_attention(
             tile=1 if batch_invariant else None,
         )
         fetch = _fetch(read, values[1], pool, m.page_table, layer, block)
-        return blockwise_attention(q, fetch, values, cut, plan, rules)
+        return blockwise_attention(q, fetch, values, cut, plan, rules, factors)
 
     return by_platform(config, run)
 

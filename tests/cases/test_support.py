@@ -160,7 +160,9 @@ def test_c24_questions_that_make_no_sense():
         ("mla_attention", {"page_size": 0}, "page_size=0 must be an integer of at least 1"),
         ("mla_attention", {"num_heads": 0}, "num_heads=0 must be an integer of at least 1"),
         ("mla_attention", {"window": 3, "causal": False}, "causal=False with window=3"),
-        ("mla_attention", {"dtype": "float8_e4m3fn"}, "dtype=float8_e4m3fn must be one of"),
+        ("mla_attention", {"dtype": "float8_e4m3"}, "dtype=float8_e4m3 must be one of"),
+        ("mla_attention", {"row_format": "blocks"}, "row_format='blocks' with dtype=bfloat16"),
+        ("gqa_attention", {"q_dtype": "float8_e5m2"}, "q_dtype has dtype float8_e5m2, must be a floating dtype"),
         ("mla_attention", {"platform": "cuda"}, "platform='cuda' must be cpu, gpu or tpu"),
         ("grouped_matmul", {"width": 0}, "width=0 must be an integer of at least 1"),
     ):

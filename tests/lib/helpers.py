@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import float8
 import oracle
 from mla_attn.cache import KVPool, LatentPool
+from mla_attn.cache.formats import FORMATS, operand_dtype
 from mla_attn.metadata import AttentionMetadata
+from mla_attn.ops import quantize_queries
 from mla_attn.specs import GQASpec, MLASpec
 
 # Compiler options of tests that promise bits, compiled as users' programs are; conftest.py has others compiled quickly.
@@ -26,13 +29,19 @@ class PagedBatch:
     q_latent: jax.Array
     q_rope: jax.Array
     layer: int
+    q_scale: jax.Array | None = None
 
     @property
     def queries(self):
         return self.q_latent, self.q_rope
 
-    def with_queries(self, q_latent, q_rope):
-        return dataclasses.replace(self, q_latent=q_latent, q_rope=q_rope)
+    def with_queries(self, q_latent, q_rope, q_scale=None):
+        return dataclasses.replace(self, q_latent=q_latent, q_rope=q_rope, q_scale=q_scale)
+
+    @property
+    def dtype(self):
+        """What the op computes in, of which tolerances are."""
+        return operand_dtype(self.q_latent.dtype) if _is_float8(self.pool) else self.pool.dtype
 
     @property
     def out_shape(self):
@@ -44,7 +53,8 @@ class PagedBatch:
         rows = layer_rows(self.pool, self.layer if layer is None else layer)
         metadata = jax.tree.map(np.asarray, self.metadata)
         visible = {"causal": causal, "tree_mask": tree_mask}
-        out, lse = oracle.mla_oracle(self.q_latent, self.q_rope, rows, metadata, self.spec, sinks=sinks, **visible)
+        queries = _unscaled(self.queries, self.q_scale)
+        out, lse = oracle.mla_oracle(*queries, rows, metadata, self.spec, sinks=sinks, **visible)
         return out, lse, oracle.mla_v_max(out.shape[0], rows, metadata, self.spec, **visible)
 
 
@@ -57,13 +67,19 @@ class KVBatch:
     metadata: AttentionMetadata
     q: jax.Array
     layer: int
+    q_scale: jax.Array | None = None
 
     @property
     def queries(self):
         return (self.q,)
 
-    def with_queries(self, q):
-        return dataclasses.replace(self, q=q)
+    def with_queries(self, q, q_scale=None):
+        return dataclasses.replace(self, q=q, q_scale=q_scale)
+
+    @property
+    def dtype(self):
+        """What the op computes in, of which tolerances are."""
+        return operand_dtype(self.q.dtype) if _is_float8(self.pool) else self.pool.dtype
 
     @property
     def out_shape(self):
@@ -75,14 +91,25 @@ class KVBatch:
         pool, layer = self.pool, self.layer if layer is None else layer
         rows = [x.swapaxes(1, 2) if pool.layout == "hnd" else x for x in pool.arrays]
         pages = np.arange(pool.num_pages) * pool.page_stride + layer * pool.layer_stride
-        k, v = (np.asarray(x).astype(np.float64)[pages] for x in pool.decode(*rows))
+        rows = [np.asarray(x)[pages] for x in rows]
+        k, v = (rows[0][..., 0, :], rows[0][..., 1, :]) if pool.layout == "interleaved" else rows
+        k, v = k[..., : pool.head_dim], v[..., : pool.v_head_dim]
+        if _is_float8(pool):
+            scales = (
+                np.broadcast_to(np.asarray(s, np.float64)[layer], k.shape[2]) for s in (pool.k_scale, pool.v_scale)
+            )
+            k, v = (x * s[:, None] for x, s in zip(float8.dequantized(pool.format, k, v), scales, strict=True))
         metadata = jax.tree.map(np.asarray, self.metadata)
         seen = {"causal": causal, "tree_mask": tree_mask, "sinks": sinks}
-        return oracle.gqa_oracle(self.q, k, v, metadata, self.spec, **seen)
+        (q,) = _unscaled(self.queries, self.q_scale)
+        return oracle.gqa_oracle(q, k, v, metadata, self.spec, **seen)
 
 
-def kv_batch(seed, *, heads=4, kv_heads=2, head_dim=8, v_head_dim=None, pool_layout="nhd", scale=None, **sizes):
-    """A ``poisoned_batch`` of keys and values; ``sizes`` as it takes them."""
+def kv_batch(
+    seed, *, heads=4, kv_heads=2, head_dim=8, v_head_dim=None, pool_layout="nhd", scale=None, cache=None, **sizes
+):
+    """A ``poisoned_batch`` of keys and values; ``sizes`` as it takes them. Float8 keys have scales of each layer and
+    head, values of each layer."""
     v_dim = head_dim if v_head_dim is None else v_head_dim
     width, scale = kv_heads * head_dim, head_dim**-0.5 if scale is None else scale
     latent = poisoned_batch(
@@ -101,13 +128,66 @@ def kv_batch(seed, *, heads=4, kv_heads=2, head_dim=8, v_head_dim=None, pool_lay
         k, v = jnp.stack([k, v], axis=3), None
     static = (pool_layout, head_dim, v_dim, pool.page_stride, pool.layer_stride)
     kv_pool = KVPool(k, v, pool.num_layers, pool.num_pages, *static)
+    if cache is not None:
+        kv_pool = _float8_pool(kv_pool, cache)
     return KVBatch(spec, kv_pool, latent.metadata, latent.q_latent[..., :head_dim], latent.layer)
+
+
+def _float8_pool(pool, cache):
+    """A pool of keys and values with its numbers in float8."""
+    by_layer = float8.layer_scales(pool.num_layers)
+    k_scale = by_layer[:, None] * np.linspace(1, 0.6, pool.num_kv_heads, dtype=np.float32)
+    v_scale = float8.layer_scales(pool.num_layers, seed=1)
+    v_by_head = np.broadcast_to(v_scale[:, None], k_scale.shape)
+    layers = _layers_of_pages(len(pool.k), pool.num_layers, pool.num_pages, pool.page_stride, pool.layer_stride)
+
+    def stored(x, scale):  # of each page [pages, K], of pages [pages, P, K, D] or [pages, K, P, D]
+        scale = scale[layers][:, :, None, None] if pool.layout == "hnd" else scale[layers][:, None, :, None]
+        with np.errstate(over="ignore"):
+            return float8.codes(np.asarray(x, np.float32) / scale, cache)
+
+    if pool.layout == "interleaved":
+        k, v = stored(pool.k[:, :, :, 0], k_scale), stored(pool.k[:, :, :, 1], v_by_head)
+        k, v = jnp.asarray(np.stack([k, v], axis=3)), None
+    else:
+        k, v = jnp.asarray(stored(pool.k, k_scale)), jnp.asarray(stored(pool.v, v_by_head))
+    scales = {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
+    return dataclasses.replace(pool, k=k, v=v, format=FORMATS[cache], **scales)
+
+
+def _layers_of_pages(size, num_layers, num_pages, page_stride, layer_stride):
+    """The layer that each of an array's pages belongs to; 0 of those between."""
+    layers = np.zeros(size, int)
+    for layer in range(num_layers):
+        layers[np.arange(num_pages) * page_stride + layer * layer_stride] = layer
+    return layers
 
 
 def layer_rows(pool, layer):
     """Rows of one layer in float64, ``[N, P, C]``, by the rule ``page * page_stride + layer * layer_stride``."""
-    data = np.asarray(pool.decode(pool.data)).astype(np.float64)
-    return data[[page * pool.page_stride + layer * pool.layer_stride for page in range(pool.num_pages)]]
+    pages = [page * pool.page_stride + layer * pool.layer_stride for page in range(pool.num_pages)]
+    latent_width, rope_width = pool.format.widths(pool.kv_lora_rank, pool.rope_dim)
+    data = np.asarray(pool.data)[pages]
+    parts = data[..., :latent_width], data[..., pool.rope_offset : pool.rope_offset + rope_width]
+    if _is_float8(pool):
+        scale = 1.0 if pool.scale is None else np.asarray(pool.scale, np.float64)[layer]
+        parts = (part * scale for part in float8.dequantized(pool.format, *parts))
+    return np.concatenate([np.asarray(part, np.float64) for part in parts], axis=-1)
+
+
+def _is_float8(pool):
+    return pool.format.storage_dtype == np.uint8
+
+
+def _unscaled(queries, q_scale):
+    """Queries times their scale, in float64."""
+    queries = [np.asarray(q).astype(np.float64) for q in queries]
+    return queries if q_scale is None else [q * np.asarray(q_scale, np.float64)[..., None] for q in queries]
+
+
+def quantized(batch):
+    """The batch with its queries in float8, by the library's own function; rows of padding hold NaN still."""
+    return batch.with_queries(*quantize_queries(*batch.queries))
 
 
 def poisoned_batch(
@@ -125,6 +205,7 @@ def poisoned_batch(
     window=None,
     soft_cap=None,
     dtype=jnp.float32,
+    cache=None,
     layout="dense",
     poison=np.nan,
     max_q_len=None,
@@ -149,6 +230,7 @@ def poisoned_batch(
         seed: of everything random.
         kv_lens, q_lens: per request; 0 allowed, and ``q_len > kv_len`` (such rows see no key).
         dtype: of pool and queries.
+        cache: the name of a float8 format, if the pool has one; its scales are 3.1 and 0.02 by layer.
         layout: "dense", request b at row ``b * max_q_len``, or "packed", one after the other, then rows of padding.
         max_q_len, num_rows, num_pages, table_width: static sizes; the least that fits and a few to spare if None.
         kv_offsets, kv_stride: position of a request's table slot 0, and step from slot to slot.
@@ -190,9 +272,22 @@ def poisoned_batch(
         wide[..., :kv_lora_rank] = data[..., :kv_lora_rank]
         wide[..., rope_offset : rope_offset + qk_rope_head_dim] = data[..., kv_lora_rank:]
         data = wide
+    stored = {}
+    if cache is None:
+        data = jnp.asarray(data, dtype)
+    elif cache.endswith(":blocks"):
+        assert row_width is None
+        data = jnp.asarray(float8.blocks(data[..., :kv_lora_rank], data[..., kv_lora_rank:]))
+        stored = {"format": FORMATS[cache]}
+    else:
+        scales = float8.layer_scales(num_layers)
+        layers = _layers_of_pages(len(data), num_layers, num_pages, page_stride, layer_stride)
+        with np.errstate(over="ignore"):
+            data = jnp.asarray(float8.codes(data / scales[layers][:, None, None], cache))
+        stored = {"format": FORMATS[cache], "scale": jnp.asarray(scales)}
     pool = LatentPool(
-        jnp.asarray(data, dtype), num_layers, num_pages, kv_lora_rank, page_stride, layer_stride,
-        rope_dim=qk_rope_head_dim, rope_offset=rope_offset,
+        data, num_layers, num_pages, kv_lora_rank, page_stride, layer_stride,
+        rope_dim=qk_rope_head_dim, rope_offset=rope_offset, **stored,
     )  # fmt: skip
 
     metadata = _metadata(

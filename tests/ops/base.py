@@ -8,7 +8,7 @@ import pytest
 import helpers
 from mla_attn.ops import mla, mla_attention
 from ops import contract
-from ops.contract import supported
+from ops.contract import POISONS, supported
 
 
 class MLA(contract.Contract):
@@ -47,6 +47,7 @@ class MLATests(
     contract.Softmax,
     contract.Visibility,
     contract.Results,
+    contract.Float8,
     contract.Trees,
     contract.Invariance,
 ):
@@ -71,3 +72,15 @@ class MLATests(
             supported(*pair) for pair in (("bfloat16", self.dtypes), (64, self.page_sizes), (16, self.head_counts))
         )
         self.check(batch, served=served)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_blocks(self, dtype):
+        """Rows of float8 latents in blocks of 128, with bfloat16 rope parts; with float8 queries too."""
+        served = supported("float8_e4m3fn:blocks", self.cache_dtypes) and supported(dtype, self.dtypes)
+        sizes = {"kv_lora_rank": 256, "cache": "float8_e4m3fn:blocks", "dtype": dtype, "layout": "packed"}
+        batch = self.batch(45, **sizes)
+        self.check(batch, served=served)
+        if dtype == "bfloat16":
+            self.check(helpers.quantized(batch), layer=2, served=served and self.float8_queries)
+        if served:
+            self.same_bits(*(self.attend(self.batch(45, **sizes, poison=p)) for p in POISONS.values()))

@@ -18,6 +18,8 @@ def moved(batch, seed):
     place = rng.permutation(pool.num_pages)
 
     def shuffled(array):
+        if array.ndim < 3:  # a scale
+            return array
         data = np.asarray(array).reshape(pool.num_layers, pool.num_pages, *array.shape[1:]).copy()
         data[:, place] = data.copy()
         return jnp.asarray(data.reshape(array.shape))
@@ -59,4 +61,5 @@ def decode_rows(batch, j, requests, *, extra_columns=0):
         positions=m.positions[rows],
         max_q_len=1,
     )
-    return dataclasses.replace(batch, metadata=metadata).with_queries(*(q[rows] for q in batch.queries))
+    scale = () if batch.q_scale is None else (batch.q_scale[rows],)
+    return dataclasses.replace(batch, metadata=metadata).with_queries(*(q[rows] for q in batch.queries), *scale)

@@ -28,7 +28,8 @@ class Contract:
 
     A batch has ``spec``, ``pool``, ``metadata``, ``layer``, ``queries`` (a tuple of arrays, [T, H, ...] each),
     ``out_shape`` ([T, H, V]) and ``expected(layer=, causal=, tree_mask=)``, the oracle's ``(out, lse, largest visible
-    |v|)``; it is a dataclass, so that a test can replace its metadata, and ``with_queries`` replaces its queries.
+    |v|)``; it is a dataclass, so that a test can replace its metadata, and ``with_queries`` replaces its queries. Its
+    ``dtype`` is what the op computes in, and ``q_scale`` belongs to float8 queries.
     """
 
     implementation: str
@@ -40,6 +41,8 @@ class Contract:
 
     # What the implementation supports; None for any value.
     dtypes: tuple[str, ...] | None = None
+    cache_dtypes: tuple[str, ...] | None = None  # float8 formats of caches
+    float8_queries = True
     page_sizes: tuple[int, ...] | None = None
     head_counts: tuple[int, ...] | None = None
     window = soft_cap = sinks = non_causal = offsets = strides = tree = batch_invariant = True
@@ -93,6 +96,7 @@ class Contract:
             np.int32(batch.layer if layer is None else layer),
             tree_mask,
             sinks,
+            batch.q_scale,
             spec=batch.spec,
             causal=causal,
             batch_invariant=batch_invariant,
@@ -103,7 +107,7 @@ class Contract:
         """Why the implementation refuses a call, by its own predicate."""
         (implementation,) = (i for i in self.implementations() if i.name == self.implementation)
         flags = {"tree": tree_mask is not None, "sinks": sinks is not None, "batch_invariant": batch_invariant}
-        call = self.described(batch, causal=causal, **flags)
+        call = self.described(batch, causal=causal, q_dtype=batch.queries[0].dtype, **flags)
         return implementation.supports(call, current_device())
 
     def check(self, batch, *, served=True, layer=None, causal=True, tree_mask=None, sinks=None, **options):
@@ -118,13 +122,14 @@ class Contract:
             return
         assert reason is None
         out, lse = self.attend(batch, **seen, **options)
-        assert out.dtype == options.get("out_dtype", batch.queries[0].dtype)
+        q_dtype = batch.queries[0].dtype
+        assert out.dtype == options.get("out_dtype", jnp.bfloat16 if q_dtype == jnp.float8_e4m3fn else q_dtype)
         self.close(out, lse, batch, **seen)
 
     def close(self, out, lse, batch, **seen):
         want, want_lse, v_max = batch.expected(**seen)
         helpers.assert_attention_close(
-            out, lse, want, want_lse, visible_v_max=v_max, dtype=batch.pool.dtype, kernel=self.kernel
+            out, lse, want, want_lse, visible_v_max=v_max, dtype=batch.dtype, kernel=self.kernel
         )
 
     def same_bits(self, *results):
@@ -271,7 +276,7 @@ class Poison:
                 want[others],
                 want_lse[others],
                 visible_v_max=v_max[others],
-                dtype=batch.pool.dtype,
+                dtype=batch.dtype,
                 kernel=self.kernel,
             )
 
@@ -386,6 +391,85 @@ class Results:
         helpers.assert_attention_close(out, lse, want, want_lse, visible_v_max=v_max, dtype="bfloat16")
 
 
+class Float8:
+    """Float8 caches, whose layers have scales of 3.1 and 0.02 in turn, and float8 queries."""
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2"])
+    def test_float8_cache(self, cache, dtype):
+        """Every layer of three, each by its scale."""
+        served = supported(cache, self.cache_dtypes) and supported(dtype, self.dtypes)
+        batch = self.batch(40, cache=cache, dtype=dtype, layout="packed")
+        for layer in range(3):
+            self.check(batch, layer=layer, served=served)
+
+    @pytest.mark.parametrize("what", ["window", "soft cap, sinks", "not causal", "strides", "tree"])
+    def test_float8_options(self, what):
+        """Scores are scaled before they are capped, results after sinks have entered; pages lie anywhere."""
+        served = supported("float8_e4m3fn", self.cache_dtypes)
+        make = functools.partial(self.batch, 41, cache="float8_e4m3fn", layout="packed")
+        if what == "window":
+            self.check(make(window=5), served=served and self.window)
+        elif what == "soft cap, sinks":
+            sinks = np.resize(np.asarray([1.5, -np.inf, np.inf, -2.0], np.float32), make().out_shape[1])
+            served = served and self.soft_cap and self.sinks
+            self.check(make(soft_cap=0.8), sinks=jnp.asarray(sinks), served=served)
+        elif what == "not causal":
+            self.check(make(page_stride=5, layer_stride=2), causal=False, served=served and self.non_causal)
+        elif what == "strides":
+            batch = make(kv_offsets=[2, 1, 0, 2, 1, 0, 2, 1], kv_stride=3)
+            self.check(batch, layer=2, served=served and self.offsets)
+        else:
+            batch = make()
+            mask = jnp.asarray(random_tree(np.random.default_rng(41), batch, 3))
+            self.check(batch, tree_mask=mask, served=served and self.tree)
+
+    @pytest.mark.parametrize("cache", ["float8_e4m3fn", None])
+    def test_float8_queries(self, cache):
+        """With a scale of each row and head, or one of all; NaN in rows of padding."""
+        served = self.float8_queries and (cache is None or supported(cache, self.cache_dtypes))
+        batch = helpers.quantized(self.batch(42, cache=cache, layout="packed", dtype="bfloat16"))
+        self.check(batch, served=served)
+        if served:
+            self.check(batch.with_queries(*batch.queries, q_scale=jnp.float32(0.02)), out_dtype=jnp.float32)
+
+    def test_float8_poison_changes_no_bit(self):
+        """NaN codes, and the largest numbers."""
+        if not supported("float8_e4m3fn", self.cache_dtypes):
+            return
+        batches = [self.batch(43, cache="float8_e4m3fn", layout="packed", poison=p) for p in POISONS.values()]
+        results = [self.attend(batch) for batch in (*batches, moved(batches[0], 1))]
+        assert all(jnp.isfinite(out).all() for out, _ in results)
+        self.same_bits(*results)
+
+    def test_float8_scales_of_layers(self):
+        """A layer's bits are those of a pool whose scale is that layer's alone, in a scan over layers too."""
+        if not supported("float8_e4m3fn", self.cache_dtypes):
+            return
+        batch = self.batch(44, cache="float8_e4m3fn", layout="packed")
+        call = functools.partial(self.op, batch.queries, metadata=batch.metadata, spec=batch.spec, return_lse=True)
+        attend = functools.partial(call, implementation=self.implementation)
+
+        def scale_of_all(layer, x):  # [L] becomes [], the heads of [L, K] stay
+            if x.ndim > 2:
+                return x
+            return x[layer] if x.ndim == 1 else jnp.broadcast_to(x[layer], x.shape)
+
+        @jax.jit
+        def scanned(pool, layers):
+            return jax.lax.scan(lambda _, layer: (None, attend(pool=pool, layer=layer)), None, layers)[1]
+
+        together = scanned(batch.pool, jnp.arange(3))
+        for layer in range(3):
+            one = scanned(jax.tree.map(functools.partial(scale_of_all, layer), batch.pool), jnp.arange(3))
+            self.same_bits([x[layer] for x in together], [x[layer] for x in one])
+            self.close(*(x[layer] for x in one), batch, layer=layer)
+
+    def test_float8_batch_invariant(self):
+        served = self.batch_invariant and supported("float8_e4m3fn", self.cache_dtypes)
+        self.check_invariant({"dtype": "bfloat16", "cache": "float8_e4m3fn"}, served=served)
+
+
 class Trees:
     """Masks of draft trees."""
 
@@ -439,10 +523,11 @@ class Invariance:
     def test_batch_invariant_at_real_sizes(self):
         self.check_invariant(self.real_sizes)
 
-    def check_invariant(self, sizes, *, in_any_batch=False):
+    def check_invariant(self, sizes, *, in_any_batch=False, served=None):
+        served = self.batch_invariant if served is None else served
         verify = self.batch(26, **sizes, kv_lens=[4, 5, 8, 9, 23, 40, 57, 33], q_lens=[4, 4, 4, 4, 5, 6, 4, 4])
-        self.check(verify, batch_invariant=True, served=self.batch_invariant)
-        if not self.batch_invariant:
+        self.check(verify, batch_invariant=True, served=served)
+        if not served:
             return
         want = [np.asarray(x).reshape(8, 6, *x.shape[1:]) for x in self.attend(verify, batch_invariant=True)]
         calls = [(np.arange(8), j, 0) for j in range(4)]
@@ -457,12 +542,14 @@ class Invariance:
 def _compiled(tests, *, promised):
     """One compilation cache per implementation under test: a subclass may patch what a trace reads."""
 
-    def attend(queries, pool, metadata, layer, tree_mask, sinks, *, spec, causal, batch_invariant, out_dtype):
+    def attend(queries, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, causal, batch_invariant, out_dtype):
+        scaled = {} if q_scale is None else {"q_scale": q_scale}
         result = tests.op(
             queries,
             pool,
             metadata,
             spec,
+            **scaled,
             layer=layer,
             causal=causal,
             tree_mask=tree_mask,

@@ -50,6 +50,7 @@ class GQATests(
     contract.Softmax,
     contract.Visibility,
     contract.Results,
+    contract.Float8,
     contract.Trees,
     contract.Invariance,
 ):
@@ -62,6 +63,11 @@ class GQATests(
         """Of page strides too, and in rows wider than D and V, with NaN beside them."""
         sizes = {"pool_layout": pool_layout, "page_stride": 5, "layer_stride": 2}
         self.check(self.batch(33, **sizes), layer=2, served=supported(pool_layout, self.layouts) and self.strides)
+
+    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved"])
+    def test_float8_layouts(self, pool_layout):
+        served = supported(pool_layout, self.layouts) and supported("float8_e5m2", self.cache_dtypes)
+        self.check(self.batch(36, pool_layout=pool_layout, cache="float8_e5m2"), layer=2, served=served)
 
     def test_float16(self):
         self.check(self.batch(34, dtype="float16"), served=supported("float16", self.dtypes))

@@ -54,6 +54,12 @@ class TestXLALanes(
     block_keys, max_lanes = 8, 256
 
 
+FLOAT8_QUERIES = {
+    "q_latent": zeros(4, 2, 32, dtype=jnp.float8_e4m3fn),
+    "q_rope": zeros(4, 2, 16, dtype=jnp.float8_e4m3fn),
+}
+
+
 @pytest.fixture
 def call(unchecked):
     """Runs a right call of two requests with some arguments, fields or static facts changed."""
@@ -93,7 +99,7 @@ def test_the_call_without_changes_is_right(call):
         ({"layer": np.int32(2)}, "layer=2 must be an integer from 0 to 1"),
         (
             {"pool": {"data": zeros(99, 4, 48, dtype=jnp.float8_e4m3fn)}},
-            "pool.data.dtype=float8_e4m3fn must be one of bfloat16, float16, float32",
+            "pool.data.dtype=float8_e4m3fn must be float32: format float32",
         ),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
         ({"layer": zeros(1, dtype=int)}, r"layer is int32\[1\], must be one integer"),
@@ -124,8 +130,20 @@ def test_the_call_without_changes_is_right(call):
             r"tree_mask is float32\[2, 2, 2\], must be bool \[B, S, M\] = \[2, 2, at least 2\]",
         ),
         (
+            {"q_latent": zeros(4, 2, 32, dtype=jnp.float8_e5m2)},
+            "q_latent has dtype float8_e5m2, must be a floating dtype of at least 16 bits or float8_e4m3fn",
+        ),
+        (
             {"q_latent": zeros(4, 2, 32, dtype=jnp.float8_e4m3fn)},
-            "q_latent has dtype float8_e4m3fn, must be a floating",
+            "q_rope has dtype float32, must be q_latent's float8_e4m",
+        ),
+        ({"q_scale": 1.0}, "q_scale= with an operand of float32: must be None"),
+        ({**FLOAT8_QUERIES, "q_scale": zeros(4)}, r"q_scale has shape \(4,\), must be \[\] or \[T, H\] = \(4, 2\)"),
+        ({**FLOAT8_QUERIES, "q_scale": zeros(4, 2, dtype=jnp.bfloat16)}, "q_scale has dtype bfloat16, must be float32"),
+        ({**FLOAT8_QUERIES, "q_scale": 0.0}, "q_scale=0.0 must be a finite number above 0"),
+        (
+            {"pool": {"data": zeros(16, 4, 48, dtype=jnp.uint8)}},
+            "pool.data.dtype=uint8 must be float32: format float32",
         ),
         ({"q_rope": zeros(4, 2, 16, dtype=jnp.float4_e2m1fn)}, "q_rope has dtype float4_e2m1fn, must be"),
         ({"out_dtype": jnp.float8_e5m2}, "out_dtype=float8_e5m2 must be a floating dtype"),

@@ -26,6 +26,7 @@ class TestMosaicGPU(MLATests):
         "dtype": "bfloat16",
     }
     dtypes = ("bfloat16",)
+    cache_dtypes, float8_queries = (), False
     latents = ((512, 64), (512, 0))
     window = soft_cap = sinks = False
 

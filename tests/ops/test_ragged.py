@@ -108,7 +108,19 @@ def test_the_call_without_changes_is_right(call):
         ({"window": 2, "causal": False}, "window=2 with causal=False"),
         ({"soft_cap": 0.0}, r"soft_cap=0.0 must be a finite number above 0 and of at most 1e\+30"),
         ({"soft_cap": float("nan")}, "soft_cap=nan must be a finite number above 0"),
-        ({"q": zeros(12, 4, 24, dtype=jnp.float8_e4m3fn)}, "q has dtype float8_e4m3fn, must be a floating dtype of at"),
+        (
+            {"q": zeros(12, 4, 24, dtype=jnp.float8_e5m2)},
+            "q has dtype float8_e5m2, must be a floating dtype of at least 16",
+        ),
+        ({"k_scale": 0.5}, "k_scale= with an operand of float32: must be None"),
+        (
+            {"q": zeros(12, 4, 24, dtype=jnp.float8_e4m3fn), "v_scale": 0.5},
+            "v_scale= with an operand of float32: must be",
+        ),
+        (
+            {"q": zeros(12, 4, 24, dtype=jnp.float8_e4m3fn), "q_scale": zeros(1)},
+            r"q_scale has shape \(1,\), must be \[\]",
+        ),
         ({"k": zeros(80, 2, 24, dtype=jnp.float8_e5m2)}, "k has dtype float8_e5m2, must be a floating dtype of at"),
         ({"v": zeros(80, 2, 16, dtype=jnp.float8_e4m3)}, "v has dtype float8_e4m3, must be a floating dtype of at"),
         ({"out_dtype": jnp.float8_e4m3fn}, "out_dtype=float8_e4m3fn must be a floating dtype"),

@@ -506,10 +506,12 @@ def test_float8_is_refused_by_name(unchecked, world, mode, dtype):
         call = dict(zip(("q", "k", "v", "latent", "rope"), world.expanded(metadata, 0, (3, 4, 5)), strict=True))
         call |= dict(zip(("w_uk", "w_uv"), world.weights(0), strict=True)) if mode == "extend" else {}
     rest = {"pool": world.pool((3, 4, 5)), "metadata": metadata, "spec": SPEC}
+    # Queries may be float8_e4m3fn in absorbed steps, but then both parts are.
+    other = "q_rope has dtype .*, must be q_latent's" if mode in ABSORBED and dtype == jnp.float8_e4m3fn else "never"
     for name, array in call.items():
         narrow = jax.ShapeDtypeStruct(array.shape, dtype)
         with pytest.raises(
-            ValueError, match=f"{name} has dtype {jnp.dtype(dtype).name}, must be a floating dtype of at"
+            ValueError, match=f"{name} has dtype {jnp.dtype(dtype).name}, must be a floating dtype of at|{other}"
         ):
             jax.eval_shape(lambda x, name=name: getattr(steps, mode)(**call | rest | {name: x}), narrow)
 
