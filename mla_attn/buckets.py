@@ -4,26 +4,33 @@ graphs for this.)
 A step function takes ``(state, pool, inputs)`` and returns ``(outputs, pool)``. ``inputs`` is a pytree of arrays in
 which zeros are padding: requests of length 0 write nothing and read nothing. ``Buckets`` compiles the function for each
 rung of a ladder of input shapes before the first request comes, then picks the smallest rung that holds a call and pads
-its inputs with zeros.
+its inputs with zeros. While ``warm_up`` still compiles, in another thread, a call takes a larger rung that is there
+rather than wait for its own.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
+from mla_attn.programs import Folder, Step
+
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _COMPILERS = 8  # most programs compiled at once; no more than processors
+# On a CPU one at a time: XLA uses all processors for it, and storing a program in JAX's compilation cache while another
+# thread compiled was seen to end the process (jaxlib 0.11.2).
+_on_cpu = threading.Lock()
 
 
 def ladder(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -41,29 +48,36 @@ class Buckets:
 
     Args:
         name: shown in progress, warnings and profiles.
-        fn: ``fn(state, pool, inputs) -> (outputs, pool)``, jittable; the pool is donated. Buckets of one ``jit_step``
-            share what it compiled.
+        fn: ``fn(state, pool, inputs) -> (outputs, pool)``, jittable; the pool is donated. Buckets of one ``Step`` share
+            what it compiled.
         rungs: input pytrees of ``jax.ShapeDtypeStruct``, all of one structure, cheapest first.
+        folder: has programs that other processes lowered, and gets those that it does not have; None for none.
 
     Attributes:
         compiles: programs compiled so far.
         cold_compiles: programs compiled by a call rather than before it; each is logged as a warning.
+        lower_seconds: seconds to trace and lower all programs, or to read them.
         compile_seconds: XLA's seconds for all programs; those of programs compiled at once add up.
     """
 
-    def __init__(self, name: str, fn: Callable[..., tuple[Any, Any]], rungs: Iterable[Any]):
+    def __init__(
+        self, name: str, fn: Callable[..., tuple[Any, Any]] | Step, rungs: Iterable[Any], folder: Folder | None = None
+    ):
         self.name = name
-        self._jitted: Any = fn if hasattr(fn, "lower") else jit_step(fn, name)
-        self._rungs = list(rungs)
+        self._step = fn if isinstance(fn, Step) else Step(fn, name)
+        self._folder, self._rungs = folder, list(rungs)
         if not self._rungs:
             raise ValueError(f"rungs of {name!r} is empty, must hold at least one input shape")
         self._structure = jax.tree.structure(self._rungs[0])
         self._shapes = [tuple(leaf.shape for leaf in jax.tree.leaves(r)) for r in self._rungs]
         self._dtypes = [leaf.dtype for leaf in jax.tree.leaves(self._rungs[0])]
         self._programs: dict[int, Any] = {}
-        self._choices: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._making: dict[int, Future] = {}  # rungs that some thread is at
+        self._promised: set[int] = set()  # rungs that a warm-up will come to
+        self._lock = threading.Lock()  # of who makes what
+        self._choices: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         self.cold_compiles = 0
-        self.compile_seconds = 0.0
+        self.lower_seconds = self.compile_seconds = 0.0
 
     @property
     def compiles(self) -> int:
@@ -79,21 +93,65 @@ class Buckets:
         sizes = dict.fromkeys(n for shape in self._shapes[index] for n in shape)
         return f"{self.name} {'x'.join(map(str, sizes))}"
 
+    def awaits(self, index: int) -> bool:
+        """Whether a rung is not compiled yet, and a warm-up that goes on will see to it."""
+        return index not in self._programs and index in self._promised
+
     def compile(self, index: int, state: Any, pool: Any) -> Any:
-        """Compiles a rung for a state and a pool of these shapes; returns the program."""
-        return self._compile(index, self._lower(index, state, pool))
+        """Compiles a rung for a state and a pool of these shapes, or waits for the thread that does; returns the
+        program."""
+        theirs = self._making.get(index)
+        if theirs is None or theirs.exception() is not None:  # which is for whoever met it
+            theirs = self.begin(index, state, pool, _Here())
+        return theirs.result()
 
-    def _lower(self, index: int, state: Any, pool: Any) -> jax.stages.Lowered:
-        return self._jitted.lower(_abstract(state), _abstract(pool), self._rungs[index])
+    def begin(self, index: int, state: Any, pool: Any, compilers: Executor) -> Future:
+        """Lowers a rung here and has ``compilers`` compile it, unless some thread is at it; returns the program to
+        come."""
+        with self._lock:
+            program = self._making.get(index, Future())
+            if index in self._programs and not program.done():
+                program.set_result(self._programs[index])
+            if index in self._making or index in self._programs:
+                return program
+            self._making[index] = program
 
-    def _compile(self, index: int, lowered: jax.stages.Lowered) -> Any:
+        def end(compiled: Future) -> None:
+            del self._making[index]  # the program is there before
+            if compiled.cancelled():
+                program.set_exception(RuntimeError(f"{self.label(index)} was given up"))
+            elif (error := compiled.exception()) is not None:
+                program.set_exception(error)
+            else:
+                program.set_result(compiled.result())
+
+        # Traced in this thread: a trace may read its context. XLA compiles in others, without Python.
+        try:
+            lowered = self._lower(index, state, pool)
+            compilers.submit(self._compile, index, lowered).add_done_callback(end)
+        except BaseException:
+            if index in self._making:
+                (failed := Future()).cancel()
+                end(failed)
+            raise
+        return program
+
+    def _lower(self, index: int, state: Any, pool: Any) -> Any:
         begin = time.perf_counter()
-        program = self._programs[index] = lowered.compile()
-        self.compile_seconds += time.perf_counter() - begin
+        lowered = self._step.lower((_abstract(state), _abstract(pool), self._rungs[index]), self._folder)
+        self.lower_seconds += time.perf_counter() - begin
+        return lowered
+
+    def _compile(self, index: int, lowered: Any) -> Any:
+        with _on_cpu if jax.default_backend() == "cpu" else contextlib.nullcontext():
+            begin = time.perf_counter()
+            program = self._programs[index] = lowered.compile()
+            self.compile_seconds += time.perf_counter() - begin
         return program
 
     def __call__(self, state: Any, pool: Any, inputs: Any) -> tuple[Any, Any]:
-        """Runs the program of the smallest rung that holds ``inputs``.
+        """Runs the program of the smallest rung that holds ``inputs``; while a warm-up goes on, of the smallest that is
+        there.
 
         Host arrays (NumPy) are padded with zeros to the rung. Device arrays must already have its shapes, so that state
         that stays on the device is never copied. Outputs have the rung's shapes.
@@ -105,63 +163,101 @@ class Buckets:
         leaves, structure = jax.tree.flatten(inputs)
         if structure != self._structure:
             raise ValueError(f"inputs of {self.name!r} have structure {structure}, must be {self._structure}")
-        index = self._choose(tuple(np.shape(leaf) for leaf in leaves))
+        index = self._choose(leaves)
         padded = [
             _pad(self.name, leaf, shape, dtype)
             for leaf, shape, dtype in zip(leaves, self._shapes[index], self._dtypes, strict=True)
         ]
         program = self._programs.get(index)
         if program is None:
-            logger.warning("%s: compiled by a call; warm_up() would have done it before", self.label(index))
-            self.cold_compiles += 1
+            if index not in self._promised:
+                logger.warning("%s: compiled by a call; warm_up() would have done it before", self.label(index))
+                self.cold_compiles += 1
             program = self.compile(index, state, pool)
         return program(state, pool, jax.tree.unflatten(structure, padded))
 
-    def _choose(self, shapes: tuple[tuple[int, ...], ...]) -> int:
-        index = self._choices.get(shapes)
-        if index is None:
-            index = next((i for i, rung in enumerate(self._shapes) if _holds(rung, shapes)), None)
-            if index is None:
+    def _choose(self, leaves: list[Any]) -> int:
+        shapes = tuple(np.shape(leaf) for leaf in leaves)
+        fitting = self._choices.get(shapes)
+        if fitting is None:
+            fitting = [i for i, rung in enumerate(self._shapes) if _holds(rung, shapes)]
+            if not fitting:
                 raise ValueError(f"inputs of {self.name!r} have shapes {shapes}, must fit one of {self._shapes}")
-            self._choices[shapes] = index
-        return index
+            self._choices[shapes] = fitting
+        if not self.awaits(fitting[0]) or any(isinstance(leaf, jax.Array) for leaf in leaves):
+            return fitting[0]
+        return best(fitting, there=self._programs, coming=self._making)
 
 
-def jit_step(fn: Callable[..., tuple[Any, Any]], name: str) -> Any:
-    """``fn(state, pool, inputs)`` jitted, the pool donated, under a name that profiles show."""
-
-    def step(state, pool, inputs):
-        return fn(state, pool, inputs)
-
-    step.__name__ = step.__qualname__ = name
-    return jax.jit(step, donate_argnums=1)
+def best(fitting: list[int], *, there: Iterable[int], coming: Iterable[int] = ()) -> int:
+    """The rung for a call while a warm-up goes on: the smallest that is ``there``, else one on its way, else the
+    largest, which serves every call after it too, and which warm-ups begin with."""
+    ready = [i for i in fitting if i in there] or [i for i in fitting if i in coming]
+    return ready[0] if ready else fitting[-1]
 
 
-def warm_up(buckets: Iterable[Buckets], state: Any, pool: Any, *, progress: bool = True) -> float:
+def in_order(buckets: Iterable[Buckets]) -> list[tuple[Buckets, int]]:
+    """What is pending, in the order of use: the largest rung of each, which serves every call, and then the others."""
+    pending = [(b, b.pending[::-1]) for b in buckets if b.pending]
+    largest = [(b, indices[0]) for b, indices in pending]
+    return largest + [(b, index) for b, indices in pending for index in sorted(indices[1:])]
+
+
+def warm_up(
+    buckets: Iterable[Buckets],
+    state: Any,
+    pool: Any,
+    *,
+    progress: bool = True,
+    wanted: Callable[[], bool] = lambda: True,
+) -> float:
     """Compiles every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took.
 
-    Ctrl-C is raised at once. What XLA is compiling then, which nothing interrupts, is finished in its threads, and
-    kept; Python waits for them where it ends.
+    Calls may run programs meanwhile, from other threads. Ctrl-C is raised at once. What XLA is compiling then, which
+    nothing interrupts, is finished in its threads, and kept; Python waits for them where it ends.
+
+    Args:
+        buckets: in the order of use.
+        state, pool: or their shapes.
+        progress: show a bar.
+        wanted: asked before each program; once it says False, no other is begun.
     """
     begin = time.perf_counter()
-    work = [(b, index) for b in buckets for index in b.pending]
-    # On a CPU one at a time: XLA uses all processors for it, and storing a program in JAX's compilation cache while
-    # another thread compiled was seen to end the process (jaxlib 0.11.2).
-    threads = 1 if jax.default_backend() == "cpu" else min(_COMPILERS, os.cpu_count() or 1)
-    compilers = ThreadPoolExecutor(threads)
+    work = in_order(buckets)
+    for b, index in work:
+        b._promised.add(index)
+    compilers = ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else min(_COMPILERS, os.cpu_count() or 1))
     with tqdm(total=len(work), desc="compiling", disable=not progress, leave=False) as bar:
         try:
-            compiling = []
+            programs = []
             for b, index in work:
+                if not wanted():
+                    break
                 bar.set_postfix_str(b.label(index))
-                # Traced in this thread: a trace may read its context. XLA compiles in others, without Python.
-                compiling.append(compilers.submit(b._compile, index, b._lower(index, state, pool)))
-                compiling[-1].add_done_callback(lambda _: bar.update())
-            for program in compiling:
+                if index not in b._programs:  # a call may have been faster
+                    programs.append(b.begin(index, state, pool, compilers))
+                    programs[-1].add_done_callback(lambda _: bar.update())
+                else:
+                    bar.update()
+            for program in programs:
                 program.result()
         finally:
             compilers.shutdown(wait=False, cancel_futures=True)
+            for b, index in work:
+                b._promised.discard(index)
     return time.perf_counter() - begin
+
+
+class _Here(Executor):
+    """Runs what it is given at once, in the thread that gives it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # an interrupt too: ``result`` raises it
+            future.set_exception(error)
+        return future
 
 
 @dataclasses.dataclass

@@ -46,6 +46,7 @@ def keep_compiled_programs():
 
 
 def pytest_configure(config):
+    os.environ["MLA_ATTN_CACHE_DIR"] = ""  # what one test lowers, no other finds; processes that tests start too
     # On a GPU machine too, tests run on the CPU unless asked otherwise: most tolerances are those of the CPU.
     # JAX_PLATFORMS=cuda,cpu runs everything on the GPU; `-m gpu` leaves the choice to JAX.
     mark = config.getoption("markexpr")

@@ -18,16 +18,16 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from mla_attn.buckets import Buckets, backend_compiles, ladder, warm_up
+from mla_attn.buckets import Buckets, backend_compiles
 from mla_attn.checks import check_integer, check_integers
-from mla_attn.engine import batch, faults, inputs, launching, streaming
+from mla_attn.engine import batch, faults, inputs, launching, streaming, warming
 from mla_attn.engine.batch import Prompt, Result
 from mla_attn.engine.names import with_hints
 from mla_attn.engine.outputs import Launch, Outbox
 from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams, check_model, check_params
 from mla_attn.engine.scheduler import Request, Scheduler
-from mla_attn.engine.sizes import choose_sizes, most_limits
+from mla_attn.engine.sizes import batch_ladder, choose_sizes, most_limits, row_ladder
 from mla_attn.engine.state import create_states, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
@@ -44,6 +44,7 @@ from mla_attn.passes import (
     all_pools,
     most_positions,
 )
+from mla_attn.programs import open_folder
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
 
@@ -83,6 +84,8 @@ class Engine:
         prefix_cache: whether full pages are shared by content, and kept while there is room.
         implementation: attention implementation; None for the default choice.
         tokenizer: tokenizer for prompts as text, and for texts of ``generate``.
+        cache_dir: folder that keeps programs for other processes, as in ``programs.open_folder``; "" for none, None for
+            the user's.
 
     Raises:
         ValueError: a model that is none, a size that is no integer or below 1, ``max_len`` above the model's positions,
@@ -111,6 +114,7 @@ class Engine:
         prefix_cache: bool = True,
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
+        cache_dir: str | os.PathLike | None = None,
     ):
         check_model(model)
         limits = most_limits(
@@ -123,10 +127,8 @@ class Engine:
         check_integers("batches", batches)
         if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
-        # Every second power of two, because most passes are full and each program takes long to compile.
-        rows = ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1]
-        batches = tuple(sorted(batches)) if len(batches) else ladder(max_batch)
-        self._build(model, limits, cache, speculation, batches, rows, implementation, draft)
+        batches, rows = tuple(sorted(batches)) or batch_ladder(max_batch), row_ladder(prompt_tokens)
+        self._build(model, limits, cache, speculation, batches, rows, implementation, draft, cache_dir)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -167,6 +169,7 @@ class Engine:
         prompt_rows: tuple[int, ...],
         implementation: str | None,
         draft: Drafts = None,
+        cache_dir: str | os.PathLike | None = None,
     ) -> None:
         if limits.max_len > (positions := most_positions(model, draft)):
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
@@ -189,7 +192,9 @@ class Engine:
             prompt_batches=(min(limits.prompts_per_pass, limits.max_batch),),
         )
         other = draft.model if isinstance(draft, DraftModel) else None
-        self._passes = self.passes_class(model, shapes, draft=other, implementation=implementation, wrap=on_states)
+        self.folder = open_folder(cache_dir)
+        options = {"implementation": implementation, "wrap": on_states, "folder": self.folder}
+        self._passes = self.passes_class(model, shapes, draft=other, **options)
         self._drafting = {tree: DraftPasses(self._passes, model, tree, draft) for tree in self.speculation}
         self._draft_steps = {tree: inputs.draft_steps(tree) for tree in self.speculation}
         self._device = self._create_device()
@@ -217,8 +222,14 @@ class Engine:
         sizes["text_len"] = limits.max_len if isinstance(self._draft, NgramDrafts) else 0
         return pools, create_states(limits.max_batch, self.speculation, **sizes)
 
-    def warm_up(self, *, progress: bool = True) -> float:
+    def warm_up(self, *, progress: bool = True, background: bool = False) -> float:
         """Compiles every program ahead of time, with a progress bar; returns the seconds it took.
+
+        Args:
+            progress: whether to show the bar.
+            background: whether to return at once and compile in a thread, in order of use. Steps then use the programs
+                that are compiled, of larger batches if need be, and wait if none fits. The thread does not have the
+                caller's JAX contexts, and ends with the engine; a ``warm_up()`` waits for all programs.
 
         Raises:
             RuntimeError: called from a callback of a step.
@@ -226,14 +237,13 @@ class Engine:
         with self._lock:
             self._refuse_in_callback("warm_up")
             faults.settle(self)
-            seconds = warm_up(self._programs(), self._passes.state, self._device, progress=progress)
-            self._counters.warm_up_seconds += seconds
-            self._compiles_at_warm_up = backend_compiles()
-        return seconds
+            return warming.warm_up(self, progress=progress, background=background)
 
     def _programs(self) -> list[Buckets]:
-        prompts = [self._passes.prefill, *([] if self._limits.whole_prompts else [self._passes.extend])]
-        return [*prompts, self._passes.decode, *(b for passes in self._drafting.values() for b in passes.all)]
+        """The ``Buckets`` of all programs, in order of use."""
+        drafting = [bucket for passes in self._drafting.values() for bucket in passes.all]
+        extend = [] if self._limits.whole_prompts else [self._passes.extend]
+        return [self._passes.prefill, self._passes.decode, *drafting, *extend]
 
     # Requests.
 

@@ -47,10 +47,9 @@ def texts(parts: Sequence[tuple[Request, slice]], max_len: int) -> HostArrays:
     return {"text": text}
 
 
-def placed(inputs: HostArrays, batches: Sequence[int]) -> dict[str, jax.Array]:
-    """Pads inputs to the smallest batch size that holds them, and copies them to the device for a round of drafts."""
+def placed(inputs: HostArrays, rows: int) -> dict[str, jax.Array]:
+    """Pads inputs to ``rows`` requests, and copies them to the device for a round of drafts."""
     requests = len(inputs["slots"])
-    rows = next(size for size in batches if size >= requests)
     padded = {name: np.zeros((rows, *array.shape[1:]), array.dtype) for name, array in inputs.items()}
     for name, array in inputs.items():
         padded[name][:requests] = array

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mla_attn.buckets import Buckets, best
 from mla_attn.engine import inputs
 from mla_attn.engine.outputs import Launch
 from mla_attn.engine.scheduler import Request
@@ -57,7 +58,8 @@ def launch_tokens(engine: "Engine", kind: DraftTree | None, requests: list[Reque
     if kind is None:
         tokens, rows = engine._run(engine._passes.decode, **shared)["tokens"], 1
     else:
-        passes, placed = engine._drafting[kind], inputs.placed(shared, engine._batches)
+        passes = engine._drafting[kind]
+        placed = inputs.placed(shared, _rows(engine, len(requests), passes.each_step))
         for bucket, step in zip(passes.draft_decode, engine._draft_steps[kind], strict=True):
             engine._run(bucket, **step, **placed)
         out = engine._run(passes.target_verify, **placed)
@@ -69,6 +71,16 @@ def launch_tokens(engine: "Engine", kind: DraftTree | None, requests: list[Reque
         request.num_rows_in_flight += rows
     engine._counters.target_steps += 1
     _expect(engine, requests, tokens, rows=rows)
+
+
+def _rows(engine: "Engine", requests: int, passes: Sequence[Buckets]) -> int:
+    """Requests to pad to for several passes over the same arrays: the least that holds these; while programs are
+    still compiled, the least for which all of them are there."""
+    fitting = [index for index, size in enumerate(engine._batches) if size >= requests]
+    if any(bucket.awaits(fitting[0]) for bucket in passes):
+        there = [index for index in fitting if not any(bucket.awaits(index) for bucket in passes)]
+        return engine._batches[best(fitting, there=there)]
+    return engine._batches[fitting[0]]
 
 
 def _shared(engine: "Engine", requests: list[Request]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The default sizes of an engine's cache, which depend on free memory."""
+"""The default sizes of an engine: its cache, which depends on free memory, and the shapes to compile for."""
 
 import dataclasses
 import logging
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from mla_attn.buckets import ladder
 from mla_attn.checks import check_integer, check_number
 from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS
@@ -20,6 +21,16 @@ from mla_attn.text import gibibytes
 logger = logging.getLogger(__name__)
 
 GPU_FRACTION, CPU_FRACTION = 0.9, 0.25  # passes need the rest; a CPU's memory is shared with other programs
+
+
+def batch_ladder(max_batch: int) -> tuple[int, ...]:
+    """The default batch sizes to compile passes for."""
+    return ladder(max_batch)
+
+
+def row_ladder(prompt_tokens: int) -> tuple[int, ...]:
+    """The numbers of rows to compile prompt passes for: every second power of two, because most passes are full."""
+    return ladder(prompt_tokens, smallest=min(64, prompt_tokens))[::-2][::-1]
 
 
 def choose_sizes(

@@ -79,7 +79,12 @@ class DraftPasses:
     @property
     def all(self) -> list[Buckets]:
         """The distinct ``Buckets`` of all passes."""
-        return [self.draft_prefill, *dict.fromkeys(self.draft_decode), self.target_verify, self.draft_extend]
+        return [self.draft_prefill, *dict.fromkeys(self.each_step)]
+
+    @property
+    def each_step(self) -> list[Buckets]:
+        """Those of a round of drafting and verifying, in their order."""
+        return [*self.draft_decode, self.target_verify, self.draft_extend]
 
     def _draft_decode(self, level: int) -> Buckets:
         inputs = ("lens", "active", "drafts", "step", "num_drafted", *(self.functions.decode_inputs or ()))

@@ -14,12 +14,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mla_attn.buckets import Buckets, jit_step
+from mla_attn.buckets import Buckets
 from mla_attn.dispatch import Order
 from mla_attn.models.base import CausalLM
 from mla_attn.passes.drafts import DRAFT
 from mla_attn.passes.fields import FIELDS, SAMPLING, Arrays, structs
 from mla_attn.passes.functions import Functions, Method
+from mla_attn.programs import Folder, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Pass:
     given: tuple[str, ...] = ()
 
 
+def as_it_is(inner: Pass) -> Pass:
+    """Returns the pass unchanged."""
+    return inner
+
+
 class Passes:
     """The passes of one model as ``Buckets``, each built at its first use. ``DraftPasses`` has the passes that draft
     and verify.
@@ -84,6 +90,7 @@ class Passes:
         implementation: implementation of the attention ops; None for the environment variable's value at this time,
             else the default choice.
         wrap: function that is applied to every pass before it is compiled.
+        folder: folder of lowered programs; None for none.
     """
 
     functions_class = Functions  # replaced by benchmarks
@@ -96,9 +103,10 @@ class Passes:
         *,
         draft: CausalLM | None = None,
         implementation: Order = None,
-        wrap: Callable[[Pass], Pass] = lambda inner: inner,
+        wrap: Callable[[Pass], Pass] = as_it_is,
+        folder: Folder | None = None,
     ):
-        self.shapes, self.dtype, self._wrap = shapes, model.dtype, wrap
+        self.shapes, self.dtype, self._wrap, self._folder = shapes, model.dtype, wrap, folder
         facts = {"page_size": shapes.page_size, "max_len": shapes.max_len, "tables": shapes.tables}
         facts |= {"implementation": implementation}
         self.functions, self.state = self.functions_class.of(model, first=0, prefix="", **facts)
@@ -168,33 +176,33 @@ class Passes:
 
         Passes with equal ``fn`` and equal other arguments share programs.
         """
-        made, jitted = _jitted(name, fn, inputs, tuple({**self.sizes, **sizes}.items()), given, self._wrap)
+        made, step = _step(name, fn, inputs, tuple({**self.sizes, **sizes}.items()), given, self._wrap)
         shapes = self.shapes
         ladder = [{"B": batch} for batch in shapes.batches]
         if prompts:
             rows = shapes.prompt_rows if any("T" in FIELDS[name].axes.split() for name in inputs) else (0,)
             ladder = [{"B": b, "T": t} for b in shapes.prompt_batches or shapes.batches for t in rows]
         rungs = [structs(made.inputs, {**made.sizes, **rung}, self.dtype) for rung in ladder]
-        return self.buckets_class(name, jitted, rungs)
+        return self.buckets_class(name, step, rungs, self._folder)
 
 
 @functools.lru_cache(maxsize=64)  # passes; JAX keeps a pass's programs while it is in this cache
-def _jitted(
+def _step(
     name: str,
     fn: Callable[..., Any],
     inputs: tuple[str, ...],
     sizes: tuple[tuple[str, int], ...],
     given: tuple[str, ...],
     wrap: Callable[[Pass], Pass],
-) -> tuple[Pass, Any]:
+) -> tuple[Pass, Step]:
     """Wraps and jits a pass. Equal passes share one object, because JAX caches compiled programs by object."""
     made = wrap(Pass(name, fn, inputs, dict(sizes), given))
-    return made, jit_step(made.fn, name)
+    return made, Step(made.fn, name, (name, fn, inputs, sizes, given, wrap))
 
 
 def forget_programs() -> None:
     """Releases programs that no engine uses; otherwise they are kept for the next engine with equal passes."""
-    _jitted.cache_clear()
+    _step.cache_clear()
 
 
 def _check_parameter(name: str, old: Any, new: Any) -> None:

@@ -258,7 +258,7 @@ def lower_pass(name: str, model, sharding: jax.sharding.Sharding | None = None) 
     pools = jax.eval_shape(lambda: model.create_pools(num_pages=LARGE.num_pages, page_size=LARGE.page_size))
     arguments = place((passes.state, pools, buckets._rungs[0]), sharding)
     (pool,) = pools.values()
-    return buckets._jitted.lower(*arguments), pool.data.size * pool.dtype.itemsize // pool.num_layers
+    return buckets._step.jitted.lower(*arguments), pool.data.size * pool.dtype.itemsize // pool.num_layers
 
 
 def place(tree, sharding: jax.sharding.Sharding | None):

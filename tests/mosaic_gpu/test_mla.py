@@ -196,5 +196,5 @@ def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, implementat
         passes = Passes(model, shapes, implementation=implementation)
         pools = model.create_pools(num_pages=8, page_size=64)
         buckets = getattr(passes, mode)
-        text = str(jax.make_jaxpr(buckets._jitted)(passes.state, pools, buckets._rungs[0]))
+        text = str(jax.make_jaxpr(buckets._step.jitted)(passes.state, pools, buckets._rungs[0]))
     assert ("mla_combine" in text, "name=absorbed_extend" in text) == (absorbed, absorbed)

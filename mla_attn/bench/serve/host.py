@@ -48,7 +48,7 @@ class _Nothing(Buckets):
     """Buckets that select a shape and pad as usual, and return the same zeros at every call."""
 
     def _lower(self, index, state, pool):
-        outputs, _ = jax.eval_shape(self._jitted, state, pool, self._rungs[index])
+        outputs, _ = jax.eval_shape(self._step.jitted, state, pool, self._rungs[index])
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), outputs)
 
     def _compile(self, index, lowered):

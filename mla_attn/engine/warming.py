@@ -1,0 +1,46 @@
+"""Compiles an engine's programs before they are asked for, or while it serves."""
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import jax
+
+from mla_attn.buckets import backend_compiles
+from mla_attn.buckets import warm_up as compile_all
+
+if TYPE_CHECKING:
+    from mla_attn.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(engine: "Engine", *, progress: bool, background: bool) -> float:
+    """As ``Engine.warm_up``, without its lock."""
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (engine._passes.state, engine._device))
+    if background:
+        weak = weakref.ref(engine)
+        threading.Thread(target=_work, args=(weak, engine._programs(), arguments, progress), name="warm-up").start()
+        return 0.0
+    seconds = compile_all(engine._programs(), *arguments, progress=progress)
+    _note(engine, seconds)
+    return seconds
+
+
+def _work(weak: "weakref.ref[Engine]", programs, arguments, progress: bool) -> None:
+    def wanted() -> bool:
+        return weak() is not None and threading.main_thread().is_alive()  # else Python ends, once this thread does
+
+    try:
+        seconds = compile_all(programs, *arguments, progress=progress, wanted=wanted)
+    except Exception:  # any: the call that needs the program compiles it, and raises
+        logger.exception("a program did not compile ahead of time")
+        return
+    if (engine := weak()) is not None:
+        _note(engine, seconds)
+
+
+def _note(engine: "Engine", seconds: float) -> None:
+    engine._counters.warm_up_seconds += seconds
+    engine._compiles_at_warm_up = backend_compiles()

@@ -1,0 +1,125 @@
+"""A folder of programs on disk. Whatever lies in it, it never fails: what cannot be used is as if it were not there."""
+
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import tempfile
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT_VARIABLE = "MLA_ATTN_CACHE_DIR"
+_MAGIC = b"mla_attn program 1\n"
+_SUFFIX = ".program"
+_LEAST_SECONDS = 0.1  # to compile, for JAX's compilation cache to keep a program; JAX's own choice is a second
+
+
+def default_folder() -> str:
+    """The path of ``open_folder(None)``; it may be empty."""
+    if (named := os.environ.get(ENVIRONMENT_VARIABLE)) is not None:
+        return named
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(caches, "mla_attn")
+
+
+class Folder:
+    """Programs as files, each under its name (``identity``) with a digest of name and content before it.
+
+    Several processes may read and write at once: a file appears whole, under a name that tells what is in it.
+
+    Attributes:
+        path: the folder; made when the first program is written.
+        read: programs read so far.
+        written: programs written so far.
+        bytes: of both.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = pathlib.Path(path).expanduser()
+        self.read = self.written = self.bytes = 0
+        self._writable = True
+
+    def load(self, name: str) -> bytes | None:
+        """The program of that name; None if there is none, or its file is not what was written under it."""
+        try:
+            data = self._file(name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("%s cannot be read, its program is made anew: %s", self._file(name), error)
+            return None
+        head, program = data[: len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
+        if head != _head(name, program):
+            logger.warning("%s is damaged, its program is made anew", self._file(name))
+            return None
+        self.read += 1
+        self.bytes += len(data)
+        return program
+
+    def store(self, name: str, program: bytes) -> None:
+        """Keeps a program, unless the folder cannot be written, which is told once."""
+        if not self._writable:
+            return
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=name[:8])
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(_head(name, program) + program)
+                os.replace(temporary, self._file(name))
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            self._writable = False
+            logger.warning("programs are not kept: %s", error)
+            return
+        self.written += 1
+        self.bytes += len(_MAGIC) + 32 + len(program)
+
+    def __contains__(self, name: str) -> bool:
+        return self._file(name).exists()
+
+    def _file(self, name: str) -> pathlib.Path:
+        return self.path / f"{name}{_SUFFIX}"
+
+
+def _head(name: str, program: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(name.encode() + program).digest()
+
+
+def open_folder(path: str | os.PathLike | None) -> Folder | None:
+    """The folder of programs at ``path``; None if that is empty.
+
+    What XLA compiles goes below it, for all that this process compiles from now on, unless JAX's compilation cache has
+    a folder already (``JAX_COMPILATION_CACHE_DIR``) or is disabled. JAX trusts what it finds there: whoever can write
+    to it can run code as the user of this process.
+
+    Args:
+        path: a folder, which need not exist; None for that of ``MLA_ATTN_CACHE_DIR``, else ``mla_attn`` in the user's
+            folder of caches (``XDG_CACHE_HOME``, or ``~/.cache``).
+    """
+    path = default_folder() if path is None else os.fspath(path)
+    if not path:
+        return None
+    folder = Folder(path)
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+        # JAX would take a program for a CPU with other instructions for this one's.
+        kind = f"cpu-{_cpu()}" if jax.default_backend() == "cpu" else jax.default_backend()
+        jax.config.update("jax_compilation_cache_dir", str(folder.path / "xla" / kind))
+        if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    return folder
+
+
+def _cpu() -> str:
+    """A short name of this machine's processor and what it can do."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    except OSError:
+        facts = [platform.processor()]
+    return hashlib.sha256("\n".join([platform.machine(), *facts]).encode()).hexdigest()[:8]

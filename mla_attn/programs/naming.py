@@ -1,0 +1,157 @@
+"""Names for what a program depends on, equal in every process where it is equal, and nowhere else.
+
+A name is a digest of values, walked part by part: ``repr`` and ``hash`` differ from process to process, and leave out
+what they like. What is not known to be described in full has no name, and then its program is not kept.
+"""
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import mla_attn
+import mla_attn.cache
+import mla_attn.pallas_kernels
+from mla_attn.dispatch import current_device
+
+# Code that a name need not tell apart: a version or a digest of it is part of ``surroundings``.
+_PACKAGES = frozenset({"mla_attn", "jax", "jaxlib", "flax", "numpy", "ml_dtypes"} | sys.stdlib_module_names)
+_VARIABLES, _WHERE = ("XLA_", "LIBTPU_", "MLA_ATTN_", "MOSAIC_GPU_", "JAX_PALLAS_"), "MLA_ATTN_CACHE_DIR"
+# Settings of JAX that say where files lie and what is told, and change no program.
+_SILENT_SETTINGS = {"cache", "log", "logging", "traceback", "dump", "dumps", "transfer", "distributed", "platforms"}
+
+
+class Unknown(Exception):
+    """A value is of a kind that has no name; the message says which."""
+
+
+def identity(*values: Any) -> str:
+    """A name of the values, 64 hexadecimal digits.
+
+    Raises:
+        Unknown: a part of them is not known to be described in full, such as a class that a user wrote.
+    """
+    digest = hashlib.sha256()
+    _describe(values, lambda text: digest.update(text.encode() + b"\0"))
+    return digest.hexdigest()
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What every program depends on besides itself: versions, this package's source, the device, settings of JAX and
+    the environment."""
+    device = jax.devices()[0]
+    there = (device.platform, device.device_kind, device.client.platform_version, jax.device_count())
+    return (
+        ("python", platform.python_version(), platform.machine()),
+        _versions(),
+        ("source", _SOURCE),
+        ("device", there, current_device()),
+        [
+            # The attribute, not the value: it follows settings of this thread too.
+            (name, getattr(jax.config, name, value))
+            for name, value in sorted(jax.config.values.items())
+            if not _SILENT_SETTINGS.intersection(name.split("_"))
+        ],
+        [(name, text) for name, text in sorted(os.environ.items()) if name.startswith(_VARIABLES) and name != _WHERE],
+    )
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    return tuple((name, importlib.metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "ml_dtypes"))
+
+
+def source_is_as_imported() -> bool:
+    """Whether the package's files are still what this process imported: else a program made now may be of either."""
+    return _source_digest() == _SOURCE
+
+
+def _source_digest() -> str:
+    """A digest of the names and contents of this package's modules."""
+    digest = hashlib.sha256()
+    # The last two lie elsewhere in a source tree.
+    for package in (mla_attn, mla_attn.cache, mla_attn.pallas_kernels):
+        for folder in map(pathlib.Path, package.__path__):
+            for path in sorted(folder.rglob("*.py")):
+                name = f"{package.__name__} {path.relative_to(folder)}"
+                digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+_SOURCE = _source_digest()
+
+
+def _describe(value: Any, write: Callable[[str], None]) -> None:
+    """Writes what ``value`` is, each part with its kind and its length before it, so that no two run together."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str, bytes, float, complex):
+        write(f"{kind.__name__} {len(str(value))} {value!r}")
+    elif isinstance(value, enum.Enum):
+        write(f"enum {_name_of(kind)} {value.name}")
+    elif isinstance(value, np.dtype):
+        write(f"dtype {value.name}")
+    elif isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        write(f"array {array.dtype.name} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}")
+    elif isinstance(value, jax.ShapeDtypeStruct):
+        _parts("shape", (value.shape, value.dtype, value.sharding, value.weak_type), write)
+    elif isinstance(value, jax.tree_util.PyTreeDef):
+        _parts("tree", (value.node_data(), value.num_leaves, *value.children()), write)
+    elif isinstance(value, type):
+        write(f"class {_name_of(value)}")
+    elif isinstance(value, functools.partial):
+        _parts("partial", (value.func, value.args, value.keywords), write)
+    elif isinstance(value, tuple | list):
+        _parts(_name_of(kind), value, write)
+    elif isinstance(value, Mapping):
+        _parts(_name_of(kind), [item for pair in value.items() for item in pair], write)
+    elif isinstance(value, nnx.GraphDef):
+        write(f"graph {_of_graph(value)}")
+    elif dataclasses.is_dataclass(value):
+        _parts(_name_of(kind), _fields(value), write)
+    elif callable(value) and hasattr(value, "__qualname__"):
+        write(f"function {_name_of(value)}")
+    else:
+        raise Unknown(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _fields(value: Any) -> list[Any]:
+    return [part for field in dataclasses.fields(value) for part in (field.name, getattr(value, field.name))]
+
+
+@functools.lru_cache(maxsize=8)
+def _of_graph(graphdef: Any) -> str:
+    """A model without its arrays, which each of its passes depends on: a tenth of a second for 27 layers."""
+    return identity(_fields(graphdef))
+
+
+def _parts(kind: str, parts: Any, write: Callable[[str], None]) -> None:
+    parts = tuple(parts)
+    write(f"{kind} of {len(parts)}")
+    for part in parts:
+        _describe(part, write)
+
+
+def _name_of(thing: Any) -> str:
+    """A class or function by its place in the source, if that holds this very one."""
+    module, name = thing.__module__ or "", thing.__qualname__
+    if module.partition(".")[0] not in _PACKAGES:
+        raise Unknown(f"{module}.{name}, which is of no package whose version is known here")
+    try:
+        found = functools.reduce(getattr, name.split("."), sys.modules[module])
+    except (AttributeError, KeyError):
+        found = None
+    if found is not thing:
+        raise Unknown(f"{module}.{name}, which is not what its module has under this name")
+    return f"{module}.{name}"
