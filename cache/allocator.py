@@ -158,15 +158,15 @@ class PageAllocator:
         self._holders[row[: len(pages)]] += 1
         self._requests[request] = _Request(row, length, first)
 
-    def hold(self, page: int) -> None:
-        """Adds a holder to a full page, so that the page outlives its requests; ValueError if it is free."""
-        self._check_held(page)
-        self._holders[page] += 1
+    def hold(self, *pages: int) -> None:
+        """Adds a holder to each of some full pages, so that they outlive their requests; ValueError if one is free."""
+        self._check_all_held(pages)
+        self._holders[list(pages)] += 1  # ids are distinct, as those of every call here
 
-    def unhold(self, page: int) -> None:
-        """Ends a ``hold``. The page becomes free if it has no other holder; ValueError if it is free already."""
-        self._check_held(page)
-        self._drop_holder(np.array([page]))
+    def unhold(self, *pages: int) -> None:
+        """Ends a ``hold`` of each. Pages without another holder become free; ValueError if one is free already."""
+        self._check_all_held(pages)
+        self._drop_holder(np.array(pages, np.int32))
 
     def release(self, request: Hashable, num_tokens: int) -> int:
         """Drops the pages that lie entirely below position ``num_tokens``; the caller promises not to read them again.

@@ -125,12 +125,15 @@ class PrefixCache:
         """
         row, first = self._pages.table([request])[0], self._pages.offset(request) // self._pages.page_size
         begin = max(begin, first)
-        for page, digest in zip(row[begin - first :].tolist(), digests[begin:], strict=False):
-            if digest not in self._kept:
-                self._pages.hold(page)
-                self._kept[digest], self._digest_of[page] = page, digest
-                self.held[page] = 1
-        self._touch([self._kept[digest] for digest in digests[begin:]])
+        digests = digests[begin:]
+        own = zip(digests, row[begin - first :].tolist(), strict=False)
+        new = {digest: page for digest, page in own if digest not in self._kept}
+        pages = list(new.values())
+        self._pages.hold(*pages)
+        self._kept.update(new)
+        self._digest_of.update(zip(pages, new, strict=True))
+        self.held[pages] = 1
+        self._touch([self._kept[digest] for digest in digests])
 
     def evict(self, num_pages: int) -> bool:
         """Drops the least recently used pages until ``num_pages`` are free; drops none if there are too few.
@@ -146,20 +149,18 @@ class PrefixCache:
         if missing > len(idle):
             return False
         oldest = np.argpartition(self._last_use[idle], missing - 1)[:missing]
-        for page in idle[oldest].tolist():
-            self._drop(self._digest_of[page])
+        self._drop(idle[oldest].tolist())
         return True
 
     def clear(self) -> None:
         """Drops all cached pages."""
-        for digest in list(self._kept):
-            self._drop(digest)
+        self._drop(list(self._digest_of))
 
-    def _drop(self, digest: bytes) -> None:
-        page = self._kept.pop(digest)
-        del self._digest_of[page]
-        self.held[page] = 0
-        self._pages.unhold(page)
+    def _drop(self, pages: list[int]) -> None:
+        for page in pages:
+            del self._kept[self._digest_of.pop(page)]
+        self.held[pages] = 0
+        self._pages.unhold(*pages)
 
     def _touch(self, pages: Sequence[int]) -> None:
         """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation."""
