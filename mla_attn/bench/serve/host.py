@@ -88,20 +88,25 @@ class Row:
 
 def measure(prompts: Sequence[int]) -> Iterator[Row]:
     """Measures row by row: prompts alone, then while other requests decode, then decoding while others wait for
-    pages."""
+    pages.
+
+    An equal request, with other tokens, comes before what is timed, so that the engine is warm. Prompts alone then find
+    the cache full of its pages, which they evict.
+    """
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
     for running in (0, BESIDE):
         for prompt in prompts:
             engine = _engine(running + 1, prompt + PAGE_SIZE)
-            _decode(engine, running, new=prompt)
-            engine.add_request(_tokens(prompt), SamplingParams(max_new_tokens=1, ignore_eos=True))
+            _decode(engine, running, new=prompt + PAGE_SIZE - 1, first=[token ^ 1 for token in _tokens(prompt)])
+            engine.add_request(_tokens(prompt), params)
             yield Row(prompt, running, 0, *_time(engine, -(-prompt // PROMPT_TOKENS)))
-    waiter, params = _tokens(_WAITER), SamplingParams(max_new_tokens=1, ignore_eos=True)
+    waiter = _tokens(_WAITER)
     for running in RUNNING:
         for count in WAITING:
             # Too few pages to admit a waiting request while any other runs.
             few = _WAITER // PAGE_SIZE + 1
             engine = _engine(running + 1, _WAITER + PAGE_SIZE, num_pages=few, max_waiting=max(count, running))
-            _decode(engine, running, new=2 * _DECODED)
+            _decode(engine, running, new=2 * _DECODED, first=[1])
             for _ in range(count):
                 engine.add_request(waiter, params)
             yield Row(0, running, count, *_time(engine, _DECODED))
@@ -121,13 +126,17 @@ def _engine(max_batch: int, max_len: int, *, num_pages: int | None = None, max_w
     return engine
 
 
-def _decode(engine: HostEngine, running: int, *, new: int) -> None:
-    """Steps until ``running`` requests decode."""
+def _decode(engine: HostEngine, running: int, *, new: int, first: list[int]) -> None:
+    """Steps until ``running`` requests decode, and one with the prompt ``first`` has ended."""
     for _ in range(running):
         engine.add_request([0], SamplingParams(max_new_tokens=new, ignore_eos=True))
     while engine.statistics.waiting:
         engine.step()
     gc.collect()  # collect other engines' garbage now, not in timed steps
+    ended = []
+    engine.add_request(first, SamplingParams(max_new_tokens=1, ignore_eos=True), on_output=ended.append)
+    while not ended:
+        engine.step()
 
 
 def _time(engine: HostEngine, steps: int) -> tuple[int, float, float]:
