@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from checkpoints import V2, V3, quantise, read_checkpoint, write_checkpoint
+from checkpoints import GPT_OSS, LLAMA3, QWEN3, V2, V3, quantise, read_checkpoint, write_checkpoint
 from mla_attn.models import CheckpointError, load_checkpoint, open_checkpoint
 from mla_attn.models.loading import read_config
 from mla_attn.models.safetensors import Stored
@@ -501,3 +501,96 @@ def test_files_without_permission(tmp_path, v3, monkeypatch, name):
             patched.setattr(os, call, refused)
             if (call, name) != ("lstat", "config.json"):
                 refuses(folder, rf"{name} cannot be read: Permission denied")
+
+
+# Grouped-query families.
+
+
+def test_names_of_another_family_are_told(tmp_path):
+    config, tensors = read_checkpoint(QWEN3)
+    folder = write_checkpoint(tmp_path / "c", config | {"model_type": "llama"}, tensors)
+    refuses(folder, r"8 unexpected: model\.layers\.0\.self_attn\.k_norm\.weight")
+
+
+def test_scales_of_an_fp8_cache_are_passed_over(tmp_path, caplog):
+    """By whatever name a tool gives them, with one warning; what is no scale of a cache is not."""
+    config, tensors = read_checkpoint(LLAMA3)
+    names = [name for name in tensors if name.endswith("_scale")]
+    assert len(names) == 6
+    want = leaves(load_checkpoint(LLAMA3))
+    (record,) = caplog.records
+    assert names[0] in record.getMessage() and "scales of an FP8 cache are passed over" in record.getMessage()
+    plain = {name: tensor for name, tensor in tensors.items() if name not in names}
+    caplog.clear()
+    assert_same(leaves(load_checkpoint(write_checkpoint(tmp_path / "plain", config, plain))), want)
+    assert not caplog.records
+    attention = "model.layers.1.self_attn"
+    others = ("kv_scale", "k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale", "v_proj.output_scale")
+    more = plain | {f"{attention}.{name}": np.ones(1, np.float32) for name in others}
+    assert_same(leaves(load_checkpoint(write_checkpoint(tmp_path / "more", config, more))), want)
+    assert len(caplog.records) == 1
+    odd = plain | {f"{attention}.q_proj.input_scale": np.ones(1, np.float32)}
+    refuses(write_checkpoint(tmp_path / "odd", config, odd), "1 unexpected: .*q_proj.input_scale")
+
+
+def test_gates_and_ups_of_gpt_oss_alternate():
+    _, tensors = read_checkpoint(GPT_OSS)
+    model = leaves(load_checkpoint(GPT_OSS, dtype=jnp.float32))
+    both = tensors["model.layers.3.mlp.experts.gate_up_proj"].astype(np.float32)
+    bias = tensors["model.layers.3.mlp.experts.gate_up_proj_bias"].astype(np.float32)
+    for begin, name in enumerate(("gate", "up")):
+        np.testing.assert_array_equal(model[f"layers.3.mlp.{name}_proj"], both[..., begin::2])
+        np.testing.assert_array_equal(model[f"layers.3.mlp.{name}_bias"], bias[..., begin::2])
+    assert model["layers.0.self_attn.sinks"].dtype == np.float32
+    wide = {name for name, leaf in leaves(load_checkpoint(GPT_OSS)).items() if leaf.dtype == np.float32}
+    assert {name.split(".", 2)[2] for name in wide} == {"self_attn.sinks", "mlp.router.kernel", "mlp.router.bias"}
+
+
+@pytest.fixture(scope="module")
+def mxfp4():
+    """The gpt-oss fixture with experts of random numbers in MXFP4, as OpenAI publishes them, and those numbers."""
+    config, tensors = read_checkpoint(GPT_OSS)
+    rng, numbers = np.random.default_rng(0), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
+        count, width, rows = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (count, rows, width // 32, 16), np.uint8)
+        scales = rng.integers(118, 124, blocks.shape[:-1], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        halves = np.stack([blocks & 15, blocks >> 4], -1).astype(np.uint8)
+        signed = halves.view(ml_dtypes.float4_e2m1fn).astype(np.float32).reshape(*scales.shape, 32)
+        numbers[name] = np.swapaxes((signed * 2.0 ** (scales[..., None] - 127.0)).reshape(count, rows, width), 1, 2)
+    return config | {"quantization_config": {"quant_method": "mxfp4"}}, tensors, numbers
+
+
+def test_mxfp4_experts_are_dequantised(tmp_path, mxfp4):
+    config, tensors, numbers = mxfp4
+    model = leaves(load_checkpoint(write_checkpoint(tmp_path / "c", config, tensors), dtype=jnp.float32))
+    for layer in range(4):
+        both = numbers[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        np.testing.assert_array_equal(model[f"layers.{layer}.mlp.gate_proj"], both[..., 0::2])
+        np.testing.assert_array_equal(model[f"layers.{layer}.mlp.up_proj"], both[..., 1::2])
+        down = numbers[f"model.layers.{layer}.mlp.experts.down_proj"]
+        np.testing.assert_array_equal(model[f"layers.{layer}.mlp.down_proj"], down)
+
+
+def test_mxfp4_that_does_not_match(tmp_path, mxfp4):
+    config, tensors, _ = mxfp4
+    name = "model.layers.2.mlp.experts.down_proj"
+    scales = tensors[f"{name}_scales"]
+    for number, (changes, message) in enumerate(
+        (
+            ({f"{name}_scales": None}, "1 missing: .*down_proj_scales"),
+            ({f"{name}_scales": scales[..., 1:]}, r"down_proj_scales has shape \(4, 128, 2\), must be \(4, 128, 3\)"),
+            ({f"{name}_scales": scales.astype(np.float32)}, "down_proj_scales has dtype F32, must be U8"),
+            (
+                {f"{name}_blocks": tensors[f"{name}_blocks"].astype(np.int8)},
+                "down_proj_blocks has dtype I8, must be one of U8",
+            ),
+            ({f"{name}_bias": np.zeros((4, 128), np.uint8)}, "down_proj_bias has dtype U8, must be one of F32, F16"),
+        )
+    ):
+        changed = {key: value for key, value in (tensors | changes).items() if value is not None}
+        refuses(write_checkpoint(tmp_path / str(number), config, changed), message)
+    plain, stored = read_checkpoint(GPT_OSS)
+    refuses(write_checkpoint(tmp_path / "plain", config, stored), "16 missing: .*_blocks")
+    del plain
