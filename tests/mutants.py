@@ -40,6 +40,9 @@ COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
 COMBINED = "tests/pallas_kernels/test_combine.py"
 SCHEDULE = "tests/pallas_kernels/test_work_list.py::"
 ADAPTER = "tests/mosaic_gpu/test_mla.py::"
+DECODER = "mla_attn/models/decoder.py"
+DECODER_CONFIG = "mla_attn/models/decoder_config.py"
+DECODED = "tests/models/test_decoder.py::test_whole_prompts_in_one_call"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +156,22 @@ MUTANTS = (
     Mutant("Ctrl-C waits for the compiler", "mla_attn/cli/process.py", "signal.signal(signal.SIGINT, signal.SIG_DFL)", "pass", "tests/test_cli_arguments.py::test_an_interrupt_ends_it_at_once_and_without_a_word"),
     Mutant("half-split pairs turned as interleaved ones", "mla_attn/models/deepseek.py", "config.qk_nope_head_dim, config.rope_interleave", "config.qk_nope_head_dim, True", "tests/models/test_variants.py"),
     Mutant("queries not scaled by position", "mla_attn/models/deepseek.py", '"query_scaling": self.query_scaling,', '"query_scaling": None,', "tests/models/test_variants.py"),
+    Mutant("windows of a model wider by one", DECODER_CONFIG, "return self.sliding_window if slides", "return self.sliding_window + 1 if slides and self.sliding_window", DECODED + "[gpt]"),
+    Mutant("windows on the other layers", DECODER_CONFIG, "slides = layer % 2 == 0", "slides = layer % 2 == 1", DECODED + "[gemma2]"),
+    Mutant("a model's sinks dropped", DECODER, 'sinks = self.sinks[...] if hasattr(self, "sinks") else None', "sinks = None", DECODED + "[gpt]"),
+    Mutant("outputs of Gemma's attention normed after the sum", DECODER, "x = x + self.post_attention_layernorm(attended)", "x = self.post_attention_layernorm(x + attended)", DECODED + "[gemma2]"),
+    Mutant("norms of queries and keys swapped", DECODER, "q, k = self.q_norm(q), self.k_norm(k)", "q, k = self.k_norm(q), self.q_norm(k)", DECODED + "[qwen3]"),
+    Mutant("half-split pairs of decoders turned as interleaved ones", DECODER, "rotate(each, *cos_sin, interleaved=False)", "rotate(each, *cos_sin, interleaved=True)", DECODED + "[llama3]"),
+    Mutant("Gemma's scale from the head's width", DECODER_CONFIG, 'read.get("query_pre_attn_scalar", head_dim) ** -0.5', "head_dim**-0.5", DECODED + "[gemma2]"),
+    Mutant("Gemma's factor of embeddings rounded", DECODER, "jnp.asarray(self.config.hidden_size**0.5, x.dtype)", "jnp.asarray(self.config.hidden_size**0.5, jnp.bfloat16).astype(x.dtype)", DECODED + "[gemma2]"),
+    Mutant("logits without their cap", DECODER, "capped(logits, self.config.logits_soft_cap)", "logits", DECODED + "[gemma2]"),
+    Mutant("gates and ups as halves", "mla_attn/models/decoder_weights.py", "return tensor[..., 0::2], tensor[..., 1::2]", "return tuple(np.split(tensor, 2, axis=-1))", DECODED + "[gpt]"),
+    Mutant("experts weighed among all", "mla_attn/models/moe.py", "weights = jax.nn.softmax(logits, axis=-1)", "weights = jnp.exp(logits - jax.nn.logsumexp(self.router.float32(x.astype(jnp.float32)), axis=-1, keepdims=True))", DECODED + "[gpt]"),
+    Mutant("gates clamped below too", "mla_attn/models/moe.py", "gate = jnp.minimum(product(rows, self.gate_proj, self.gate_bias), self.limit)", "gate = jnp.clip(product(rows, self.gate_proj, self.gate_bias), -self.limit, self.limit)", DECODED + "[gpt]"),
+    Mutant("YaRN's ramp at whole pairs always", "mla_attn/models/rope.py", "if self.truncate:", "if True:", DECODED + "[gpt]"),
+    Mutant("Llama 3's rope by the wrong factor", "mla_attn/models/rope.py", "(turns - self.low_freq_factor)", "(turns - self.high_freq_factor)", DECODED + "[llama3]"),
+    Mutant("layers of a group by their place in the model", DECODER, "place = names[:layer].count(name)", "place = layer", "tests/models/test_decoder.py::test_each_layer_has_its_place_in_its_group"),
+    Mutant("the high half of an MXFP4 byte first", "mla_attn/models/weights.py", "[value & 15, value >> 4]", "[value >> 4, value & 15]", "tests/models/test_loading.py::test_mxfp4_experts_are_dequantised"),
     Mutant("negative zero below zero", "mla_attn/sampling.py", "jnp.where(x == 0, 0.0, x)", "x", SAMPLING + "test_zeros_of_either_sign_are_equal"),
     Mutant("draft passes all told to be the first", "mla_attn/engine/inputs.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/engine/test_engine.py::test_what_draft_passes_are_told"),
     Mutant("equal logits at the edge are cut", "mla_attn/sampling.py", "return jnp.where(keys >= least[..., None], logits, -jnp.inf)", "return jnp.where(keys > least[..., None], logits, -jnp.inf)", SAMPLING + "test_equal_logits_at_the_edge_stay"),

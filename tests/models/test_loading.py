@@ -591,6 +591,5 @@ def test_mxfp4_that_does_not_match(tmp_path, mxfp4):
     ):
         changed = {key: value for key, value in (tensors | changes).items() if value is not None}
         refuses(write_checkpoint(tmp_path / str(number), config, changed), message)
-    plain, stored = read_checkpoint(GPT_OSS)
-    refuses(write_checkpoint(tmp_path / "plain", config, stored), "16 missing: .*_blocks")
-    del plain
+    _, stored = read_checkpoint(GPT_OSS)
+    refuses(write_checkpoint(tmp_path / "plain", config, stored), "8 missing: .*_blocks")
