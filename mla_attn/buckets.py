@@ -1,11 +1,10 @@
-"""Programs compiled ahead of time over a ladder of shapes, chosen and padded per call. (Other engines capture CUDA
-graphs for this.)
+"""Buckets: programs compiled ahead of time for a ladder of input shapes. (Other engines capture CUDA graphs for this.)
 
 A step function takes ``(state, pool, inputs)`` and returns ``(outputs, pool)``. ``inputs`` is a pytree of arrays in
 which zeros are padding: requests of length 0 write nothing and read nothing. ``Buckets`` compiles the function for each
-rung of a ladder of input shapes before the first request comes, then picks the smallest rung that holds a call and pads
-its inputs with zeros. While ``warm_up`` still compiles, in another thread, a call takes a larger rung that is there
-rather than wait for its own.
+rung of a ladder of input shapes before the first request arrives, then picks the smallest rung that holds a call and
+pads its inputs with zeros. While ``warm_up`` is compiling in another thread, a call takes a larger compiled rung rather
+than wait for its own.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ from mla_attn.programs import Folder, Step
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_COMPILERS = 8  # most programs compiled at once; no more than processors
-# On a CPU one at a time: XLA uses all processors for it, and storing a program in JAX's compilation cache while another
-# thread compiled was seen to end the process (jaxlib 0.11.2).
+_COMPILERS = 8  # most programs compiled in parallel, but not more than processors
+# On a CPU one at a time: XLA uses all processors for it, and jaxlib 0.11.2 has crashed when a program was stored in
+# JAX's compilation cache while another thread compiled.
 _on_cpu = threading.Lock()
 
 
@@ -47,17 +46,17 @@ class Buckets:
     """One step function, compiled for a ladder of input shapes.
 
     Args:
-        name: shown in progress, warnings and profiles.
+        name: name shown in progress, warnings and profiles.
         fn: ``fn(state, pool, inputs) -> (outputs, pool)``, jittable; the pool is donated. Buckets of one ``Step`` share
-            what it compiled.
-        rungs: input pytrees of ``jax.ShapeDtypeStruct``, all of one structure, cheapest first.
-        folder: has programs that other processes lowered, and gets those that it does not have; None for none.
+            compiled programs.
+        rungs: input pytrees of ``jax.ShapeDtypeStruct`` with equal structures, cheapest first.
+        folder: folder of programs lowered by other processes, to which missing ones are added; None for no folder.
 
     Attributes:
         compiles: programs compiled so far.
-        cold_compiles: programs compiled by a call rather than before it; each is logged as a warning.
-        lower_seconds: seconds to trace and lower all programs, or to read them.
-        compile_seconds: XLA's seconds for all programs; those of programs compiled at once add up.
+        cold_compiles: programs compiled during a call rather than before it; each is logged as a warning.
+        lower_seconds: seconds to trace and lower, or to read, all programs.
+        compile_seconds: XLA's seconds for all programs; parallel compilations are summed.
     """
 
     def __init__(
@@ -72,9 +71,9 @@ class Buckets:
         self._shapes = [tuple(leaf.shape for leaf in jax.tree.leaves(r)) for r in self._rungs]
         self._dtypes = [leaf.dtype for leaf in jax.tree.leaves(self._rungs[0])]
         self._programs: dict[int, Any] = {}
-        self._making: dict[int, Future] = {}  # rungs that some thread is at
-        self._promised: set[int] = set()  # rungs that a warm-up will come to
-        self._lock = threading.Lock()  # of who makes what
+        self._making: dict[int, Future] = {}  # rungs that a thread is compiling
+        self._promised: set[int] = set()  # rungs that a running warm-up will compile
+        self._lock = threading.Lock()  # for the decision which thread compiles a rung
         self._choices: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         self.cold_compiles = 0
         self.lower_seconds = self.compile_seconds = 0.0
@@ -85,7 +84,7 @@ class Buckets:
 
     @property
     def pending(self) -> list[int]:
-        """Numbers of the rungs that are not compiled yet."""
+        """Indices of the rungs that are not compiled yet."""
         return [index for index in range(len(self._rungs)) if index not in self._programs]
 
     def label(self, index: int) -> str:
@@ -94,20 +93,20 @@ class Buckets:
         return f"{self.name} {'x'.join(map(str, sizes))}"
 
     def awaits(self, index: int) -> bool:
-        """Whether a rung is not compiled yet, and a warm-up that goes on will see to it."""
+        """Whether a rung is not compiled yet, but a running warm-up will compile it."""
         return index not in self._programs and index in self._promised
 
     def compile(self, index: int, state: Any, pool: Any) -> Any:
-        """Compiles a rung for a state and a pool of these shapes, or waits for the thread that does; returns the
-        program."""
+        """Compiles a rung for a state and a pool of these shapes, or waits for another thread that is compiling it;
+        returns the program."""
         theirs = self._making.get(index)
         if theirs is None or theirs.exception() is not None:  # which is for whoever met it
             theirs = self.begin(index, state, pool, _Here())
         return theirs.result()
 
     def begin(self, index: int, state: Any, pool: Any, compilers: Executor) -> Future:
-        """Lowers a rung here and has ``compilers`` compile it, unless some thread is at it; returns the program to
-        come."""
+        """Lowers a rung in this thread and compiles it in ``compilers``, unless a thread is compiling it already;
+        returns a future of the program."""
         with self._lock:
             program = self._making.get(index, Future())
             if index in self._programs and not program.done():
@@ -125,7 +124,7 @@ class Buckets:
             else:
                 program.set_result(compiled.result())
 
-        # Traced in this thread: a trace may read its context. XLA compiles in others, without Python.
+        # Traced in this thread, because a trace may read its context. XLA compiles in others without Python's lock.
         try:
             lowered = self._lower(index, state, pool)
             compilers.submit(self._compile, index, lowered).add_done_callback(end)
@@ -150,11 +149,10 @@ class Buckets:
         return program
 
     def __call__(self, state: Any, pool: Any, inputs: Any) -> tuple[Any, Any]:
-        """Runs the program of the smallest rung that holds ``inputs``; while a warm-up goes on, of the smallest that is
-        there.
+        """Runs the program of the smallest rung that holds ``inputs``; during a warm-up, of the smallest compiled one.
 
         Host arrays (NumPy) are padded with zeros to the rung. Device arrays must already have its shapes, so that state
-        that stays on the device is never copied. Outputs have the rung's shapes.
+        on the device is never copied. Outputs have the rung's shapes.
 
         Raises:
             ValueError: no rung holds the inputs, their structure or a dtype differs, or a device array does not have
@@ -190,14 +188,14 @@ class Buckets:
 
 
 def best(fitting: list[int], *, there: Iterable[int], coming: Iterable[int] = ()) -> int:
-    """The rung for a call while a warm-up goes on: the smallest that is ``there``, else one on its way, else the
-    largest, which serves every call after it too, and which warm-ups begin with."""
+    """The rung for a call during a warm-up: the smallest that is ``there``, else the smallest that is ``coming``, else
+    the largest, which holds every later call too, and with which warm-ups begin."""
     ready = [i for i in fitting if i in there] or [i for i in fitting if i in coming]
     return ready[0] if ready else fitting[-1]
 
 
 def in_order(buckets: Iterable[Buckets]) -> list[tuple[Buckets, int]]:
-    """What is pending, in the order of use: the largest rung of each, which serves every call, and then the others."""
+    """The pending rungs in the order to compile them: first the largest rung of each, which holds every call."""
     pending = [(b, b.pending[::-1]) for b in buckets if b.pending]
     largest = [(b, indices[0]) for b, indices in pending]
     return largest + [(b, index) for b, indices in pending for index in sorted(indices[1:])]
@@ -213,14 +211,14 @@ def warm_up(
 ) -> float:
     """Compiles every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took.
 
-    Calls may run programs meanwhile, from other threads. Ctrl-C is raised at once. What XLA is compiling then, which
-    nothing interrupts, is finished in its threads, and kept; Python waits for them where it ends.
+    Other threads may run programs at the same time. Ctrl-C is raised at once. XLA cannot be interrupted, so programs
+    that it is compiling then are finished in its threads and kept; Python waits for them when it exits.
 
     Args:
-        buckets: in the order of use.
-        state, pool: or their shapes.
-        progress: show a bar.
-        wanted: asked before each program; once it says False, no other is begun.
+        buckets: buckets in the order of use.
+        state, pool: arguments of the programs, or their shapes.
+        progress: whether to show a progress bar.
+        wanted: function called before each program; once it returns False, no further program is started.
     """
     begin = time.perf_counter()
     work = in_order(buckets)
@@ -234,7 +232,7 @@ def warm_up(
                 if not wanted():
                     break
                 bar.set_postfix_str(b.label(index))
-                if index not in b._programs:  # a call may have been faster
+                if index not in b._programs:  # a call may have compiled it first
                     programs.append(b.begin(index, state, pool, compilers))
                     programs[-1].add_done_callback(lambda _: bar.update())
                 else:
@@ -249,13 +247,13 @@ def warm_up(
 
 
 class _Here(Executor):
-    """Runs what it is given at once, in the thread that gives it."""
+    """An executor that runs each function at once, in the calling thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         future = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # an interrupt too: ``result`` raises it
+        except BaseException as error:  # including interrupts, which ``result`` raises
             future.set_exception(error)
         return future
 
@@ -264,7 +262,7 @@ class _Here(Executor):
 class _Counter:
     installed: bool = False
     count: int = 0
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # compilers run side by side
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # for programs compiled in parallel
 
     def __call__(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         with self.lock:

@@ -1,4 +1,4 @@
-"""Models over the ops of this library."""
+"""Language models built on the ops of this library."""
 
 from mla_attn.models.base import CacheGroup, CausalLM
 from mla_attn.models.config import DeepseekConfig

@@ -1,9 +1,9 @@
-"""What the engine, the passes, generation and the benchmarks ask of a model, whatever its family.
+"""The interface that the engine, the passes, generation and the benchmarks require of a model of any family.
 
 A *cache group* is the layers of a model that share a kind of pool, page tables and metadata (vLLM: "KV cache groups").
 Full and sliding-window layers are two groups, and so are layers whose rows are stored in two dtypes. Pools, page tables
-and metadata go to a model, and pools come from it, as dicts with a value for each group under its name. Positions and
-row owners are the same in the metadata of all groups; page tables, slots and offsets are each group's own.
+and metadata are passed to a model, and pools are returned, as dicts with one entry per group, by name. Positions and
+row owners are equal in the metadata of all groups; page tables, slots and offsets may differ.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class CacheGroup:
     Attributes:
         name: key of the dicts of pools, page tables and metadata.
         num_layers: layers of the pool, L.
-        spec: static facts of their attention; its kind decides that of the pool.
-        dtype: of the stored rows.
+        spec: static facts of their attention; its type determines the type of the pool.
+        dtype: dtype of the stored rows.
         sinks: whether their softmax has sinks.
     """
 
@@ -50,23 +50,23 @@ class CacheGroup:
 
     @property
     def window(self) -> int | None:
-        """Keys a row sees, itself included: what lies left of them is never read again. None for all."""
+        """Number of visible keys per row, its own included; earlier keys are never read again. None for all."""
         return self.spec.window
 
     def create_pool(self, *, num_pages: int, page_size: int) -> Pool:
-        """An all-zero pool; ValueError as ``LatentPool.create`` and ``KVPool.create``."""
+        """Creates an all-zero pool; raises ValueError as ``LatentPool.create`` and ``KVPool.create`` do."""
         kind: Any = LatentPool if isinstance(self.spec, MLASpec) else KVPool
         return kind.create(
             num_layers=self.num_layers, num_pages=num_pages, page_size=page_size, spec=self.spec, dtype=self.dtype
         )
 
     def check_supported(self, *, page_size: int, implementation: Order) -> None:
-        """Raise unless an implementation of the attention op (the named one, if not None) takes decode calls over pages
-        of this size. What it refuses of a model's calls it refuses of all of them, of decode too.
+        """Raises unless an attention implementation (the named one, if not None) supports decode calls with pages of
+        this size. An implementation that refuses any of a model's calls refuses its decode calls too.
 
         Raises:
-            ValueError: an implementation that does not exist.
-            NotImplementedError: it does not support such calls on this device, with the reason.
+            ValueError: an unknown implementation.
+            NotImplementedError: it does not support such calls on this device; the message has the reason.
         """
         pool = jax.eval_shape(lambda: self.create_pool(num_pages=1, page_size=page_size))
         if isinstance(self.spec, MLASpec):
@@ -78,8 +78,8 @@ class CacheGroup:
 
 
 def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
-    """An all-zero pool for each group, of ``num_pages`` pages each or as many as the mapping says, which must name
-    them all."""
+    """Creates an all-zero pool for each group, with ``num_pages`` pages each, or with the pages that a mapping gives
+    for every group."""
     groups = tuple(groups)
     sizes = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys((g.name for g in groups), num_pages)
     check_groups("num_pages", sizes, groups)
@@ -87,7 +87,7 @@ def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, 
 
 
 def check_groups(name: str, value: Any, groups: Iterable[CacheGroup]) -> None:
-    """ValueError unless ``value``, the argument of that name, is a mapping with just these cache groups."""
+    """Raises ValueError unless ``value``, the argument called ``name``, is a mapping with exactly these groups."""
     wanted = [group.name for group in groups]
     keys = f"a dict with {', '.join(map(repr, wanted))}"
     if not isinstance(value, Mapping):
@@ -115,14 +115,14 @@ def check_step(mode: str, tree_mask: Any) -> None:
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A decoder over paged caches: an ``nnx.Module``, so that its arrays can be split off and donated or replaced.
+    """A decoder over paged caches. It is an ``nnx.Module``, so that its arrays can be split off, donated or replaced.
 
-    Shapes: T packed rows of the call, B requests, S rows of a request at most.
+    Shapes: T packed rows of the call, B requests, S most rows of a request.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are 0 to ``vocab_size - 1``."""
+        """Size of the vocabulary; token ids are 0 to ``vocab_size - 1``."""
         ...
 
     @property
@@ -137,31 +137,31 @@ class CausalLM(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, as the checkpoint says; may be empty."""
+        """Token ids that end a text, from the checkpoint; may be empty."""
         ...
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the hidden states."""
+        """Dtype of the hidden states."""
         ...
 
     @property
     def can_draft(self) -> bool:
-        """Whether there is a draft layer, and with it ``draft`` and ``draft_logits``."""
+        """Whether the model has a draft layer, which ``draft`` and ``draft_logits`` need."""
         ...
 
     @property
     def draft_refusal(self) -> str | None:
-        """Why there is no draft layer, as a sentence about the model; None if there is one."""
+        """The reason why the model has no draft layer, as a sentence; None if it has one."""
         ...
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """At least one, each under a name of its own; draft layers included."""
+        """The cache groups, at least one, with distinct names; they include draft layers."""
         ...
 
     def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
-        """An all-zero pool for each cache group, of ``num_pages`` pages each or as many as the mapping says."""
+        """Creates an all-zero pool for each cache group, with ``num_pages`` pages each, or as a mapping gives."""
         ...
 
     def __call__(
@@ -174,15 +174,15 @@ class CausalLM(Protocol):
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
-        """Run the rows of this call through all layers, writing their cache rows.
+        """Runs the rows of this call through all layers, which write their cache rows.
 
         Args:
-            tokens: token ids; padding rows may hold anything, their results mean nothing but are finite.
-            pools: of each cache group; donate them at the outermost jit.
-            metadata: of each cache group, from the mode's builder.
-            mode: one of ``MODES``. "prefill" is "extend" for requests of which nothing is cached.
-            tree_mask: which tokens of a draft tree each row sees; not with prompts.
-            implementation: of the attention ops, None for the best available.
+            tokens: token ids; padding rows may hold any value, and their results are finite but meaningless.
+            pools: pool of each cache group; donate them at the outermost jit.
+            metadata: metadata of each cache group, from the mode's builder.
+            mode: one of ``MODES``. "prefill" is "extend" for requests with no cached tokens.
+            tree_mask: mask of a draft tree; not with prompts.
+            implementation: attention implementation; None for the default choice.
 
         Returns:
             Hidden states after the final norm, and the pools.
@@ -204,7 +204,7 @@ class CausalLM(Protocol):
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
-        """Run the draft layer: the row at position t takes the hidden state of position t and the token at t + 1.
+        """Runs the draft layer: the row at position t takes the hidden state of position t and the token at t + 1.
 
         Returns:
             Hidden states for ``draft_logits`` or another draft step, and the pools.

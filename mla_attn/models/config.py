@@ -1,4 +1,4 @@
-"""What a DeepSeek checkpoint is: the part of its ``config.json`` that changes the computation, checked."""
+"""The config of DeepSeek models: the part of ``config.json`` that affects the computation, checked."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ class DeepseekConfig:
     """Shapes and constants of a DeepSeek-V2/V3 model, named as in ``config.json``; hashable, hence static under jit.
 
     Attributes that differ from the file:
-        rope_theta, yarn: both spellings of the rope keys, read; ``yarn`` is None for plain rope.
-        query_scaling: of ``llama_4_scaling_beta`` among the rope keys, None without it.
-        topk_method, scoring_func: filled in for files that leave them out, by ``model_type``.
+        rope_theta, yarn: read from either spelling of the rope keys; ``yarn`` is None for plain rope.
+        query_scaling: from ``llama_4_scaling_beta`` among the rope keys; None without it.
+        topk_method, scoring_func: derived from ``model_type`` if the file does not have them.
         n_routed_experts: 0 for a model without experts.
         eos_token_ids: always a tuple; ``load_checkpoint`` adds those of ``generation_config.json``.
-        weight_block_size: rows and columns that share one scale in FP8 weights, None for unquantised ones.
+        weight_block_size: rows and columns that share one scale in FP8 weights; None if not quantised.
     """
 
     model_type: str
@@ -74,11 +74,11 @@ class DeepseekConfig:
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> "DeepseekConfig":
-        """Read the dict that ``config.json`` holds.
+        """Reads the dict of a ``config.json``.
 
         Raises:
-            ValueError: a required key is missing, a value makes no sense, or the file asks for something this
-                implementation does not support. A setting that would change results is never skipped over.
+            ValueError: a required key is missing, or a value is invalid or not supported. A setting that would change
+                results is never ignored.
         """
         read_settings(data, FAMILY)
         shapes = read_settings(data, SHAPES)
@@ -97,7 +97,7 @@ class DeepseekConfig:
 
     def __post_init__(self):
         if self.yarn is not None:
-            for name in ("softmax_factor", "rotation_scale"):  # mscale within float32 may leave it by these
+            for name in ("softmax_factor", "rotation_scale"):  # these may overflow float32 even if mscale does not
                 number(above=0.0)(f"rope scaling of {self.yarn}: {name}", getattr(self.yarn, name))
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: rope turns pairs")
@@ -129,12 +129,12 @@ class DeepseekConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of a query or key head before absorption, nope and rope together."""
+        """Width of a query or key head before absorption, nope and rope parts together."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Scale of the scores, in the absorbed form too: the trained width counts, times YaRN's temperature."""
+        """Scale of the scores, also in absorbed form: from the width before absorption, times YaRN's temperature."""
         return self.qk_head_dim**-0.5 * (1.0 if self.yarn is None else self.yarn.softmax_factor)
 
     def is_moe(self, layer: int) -> bool:
@@ -146,7 +146,7 @@ def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
     if "n_routed_experts" in data and data["n_routed_experts"] is None:
         return {}
     values = read_settings(data, EXPERTS)
-    # Files written by transformers leave these two out, its model classes imply them.
+    # Files written by transformers do not have these two, because its model classes imply them.
     method, scoring = ("greedy", "softmax") if data["model_type"] == "deepseek_v2" else ("noaux_tc", "sigmoid")
     values |= {
         "topk_method": values["topk_method"] or method,
@@ -158,7 +158,7 @@ def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None, QueryScaling | None]:
-    """rope_theta, YaRN and scaling of queries."""
+    """Reads rope_theta, YaRN and the scaling of queries."""
     section = data.get("rope_scaling") or data.get("rope_parameters")
     scaled = isinstance(section, dict) and section.get("llama_4_scaling_beta") is not None
     kinds = {"default": QUERY_SCALING | (TRAINED if scaled else {}), "yarn": QUERY_SCALING | YARN}
@@ -168,7 +168,7 @@ def _read_rope(data: Mapping[str, Any]) -> tuple[float, Yarn | None, QueryScalin
 
 
 def _read_scaling(name: str, rope: Mapping[str, Any]) -> QueryScaling:
-    """Queries grow with their position as in Llama 4 and Mistral's models of this architecture."""
+    """Reads the scaling of queries by position, as in Llama 4 and Mistral's models of this architecture."""
     values = read_settings(rope, QUERY_SCALING | TRAINED, within=name)
     return QueryScaling(
         beta=values["llama_4_scaling_beta"], original_max_position=values["original_max_position_embeddings"]
@@ -176,5 +176,5 @@ def _read_scaling(name: str, rope: Mapping[str, Any]) -> QueryScaling:
 
 
 def read_block_size(quantization: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale in FP8 weights; ValueError for other ways to quantise."""
+    """Rows and columns that share a scale in FP8 weights; raises ValueError for other quantisation."""
     return read_settings(quantization, FP8, within="quantization_config")["weight_block_size"]

@@ -1,6 +1,6 @@
 """Llama, Mistral, Qwen, Gemma 2 and gpt-oss over paged keys and values.
 
-Shapes: T rows of the call, H query heads, K key and value heads, D channels of a head. What ``dtype`` means is told in
+Shapes: T rows of the call, H query heads, K key and value heads, D channels of a head. ``dtype`` means the same as in
 ``deepseek``: float32 throughout, or parameters and activations of 16 bits with float32 sums, norms, softmax, router and
 rope. Layers with a window and layers without are two cache groups, "window" and "full".
 """
@@ -37,10 +37,10 @@ FULL, WINDOW = "full", "window"  # the cache groups
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """How every layer of a call attends.
+    """The attention of every layer of a call.
 
     Attributes:
-        mode, tree_mask, implementation: as given to the model.
+        mode, tree_mask, implementation: the model's arguments.
     """
 
     mode: str
@@ -48,18 +48,18 @@ class Step:
     implementation: Order
 
     def attend(self, *arguments, **options):
-        """The mode's function of ``mla_attn.steps``."""
-        if self.mode != "prefill":  # which reads no cache, and knows no trees
+        """Calls the mode's function of ``mla_attn.steps``."""
+        if self.mode != "prefill":  # prefill reads no cache and has no tree mask
             options["tree_mask"] = self.tree_mask
         return getattr(steps, f"gqa_{self.mode}")(*arguments, **options, implementation=self.implementation)
 
 
 class DecoderForCausalLM(nnx.Module):
-    """A decoder with its output head. It is a ``CausalLM`` whose cache groups are "full" and "window", of those layers
-    that there are; a layer's place in its group is its place among the layers of that kind.
+    """A decoder with its output head. It is a ``CausalLM`` with the cache groups "full" and "window", as far as it has
+    such layers; a layer's index in its group is its index among the layers of that kind.
 
     Args:
-        config: what the checkpoint is.
+        config: the checkpoint's config.
         dtype: bfloat16, float16 or float32, of parameters and activations.
         rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
     """
@@ -115,7 +115,7 @@ class DecoderForCausalLM(nnx.Module):
         return [FULL if self.config.window(layer) is None else WINDOW for layer in layers]
 
     def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
-        """An all-zero pool for each cache group; ValueError for sizes that ``KVPool.create`` refuses."""
+        """Creates an all-zero pool for each cache group; raises ValueError as ``KVPool.create`` does."""
         return create_pools(self.cache_groups, num_pages=num_pages, page_size=page_size)
 
     def __call__(
@@ -128,23 +128,23 @@ class DecoderForCausalLM(nnx.Module):
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
-        """Run the rows of this call through all layers, writing their keys and values.
+        """Runs the rows of this call through all layers, which write their keys and values.
 
         Args:
-            tokens: token ids; padding rows may hold anything, their results mean nothing but are finite.
-            pools: of ``create_pools``; donate them at the outermost jit.
-            metadata: of each cache group: what the rows' positions are, what they see and where they are written.
-            mode: the function of ``mla_attn.steps`` that attends, after "gqa_": prefill, extend, decode, target_verify,
-                draft_extend or draft_decode.
-            tree_mask: which tokens of a draft tree each row sees; not with prompts.
-            implementation: of the attention ops, None for the best available.
+            tokens: token ids; padding rows may hold any value, and their results are finite but meaningless.
+            pools: pools from ``create_pools``; donate them at the outermost jit.
+            metadata: metadata of each cache group, from the mode's builder.
+            mode: name, without "gqa_", of the function of ``mla_attn.steps`` that attends: prefill, extend, decode,
+                target_verify, draft_extend or draft_decode.
+            tree_mask: mask of a draft tree; not with prompts.
+            implementation: attention implementation; None for the default choice.
 
         Returns:
             Hidden states after the final norm, and the pools.
 
         Raises:
-            ValueError: a mode that does not exist, a tree mask of prompts; pools or metadata that are not under the
-                names of the cache groups.
+            ValueError: an unknown mode, a tree mask with prompts, or pools or metadata without the names of the cache
+                groups.
         """
         groups = self.cache_groups
         for name, value in (("pools", pools), ("metadata", metadata)):
@@ -188,13 +188,13 @@ class DecoderForCausalLM(nnx.Module):
 
     def _embed(self, tokens):
         x = self.embed_tokens(tokens)
-        # In the dtype of x, as Gemma was trained: with bfloat16 the factor is rounded too.
+        # In the dtype of x, as Gemma was trained, which rounds the factor to bfloat16.
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype) if self.config.gemma else x
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then an MLP or experts, each normed before and added to the residual stream; in Gemma 2 what is added
-    is normed too. Norms have their names in checkpoints: ``post_attention_layernorm`` is the MLP's but for Gemma."""
+    """Attention, then an MLP or experts, each after a norm and added to the residual stream; Gemma 2 also norms their
+    outputs. Norms have their checkpoint names: ``post_attention_layernorm`` precedes the MLP, except in Gemma."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype, rngs: nnx.Rngs):
         dim = config.hidden_size
@@ -220,7 +220,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention of one layer; ``sinks`` [H] are float32 as the softmax they join."""
+    """Grouped-query attention of one layer; ``sinks`` [H] are float32 like the softmax."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype, rngs: nnx.Rngs):
         self.spec = config.spec(config.window(layer))

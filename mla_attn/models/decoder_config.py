@@ -1,4 +1,4 @@
-"""What a checkpoint of a grouped-query family is: the part of its ``config.json`` that changes the computation."""
+"""The config of grouped-query models: the part of ``config.json`` that affects the computation, checked."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,18 +26,18 @@ _ALTERNATING = ("gemma2", "gpt_oss")  # layers 0, 2, ... have the window
 class DecoderConfig:
     """Shapes and constants of a Llama, Mistral, Qwen, Gemma 2 or gpt-oss model; hashable, hence static under jit.
 
-    Attributes are named as in ``config.json`` but for:
-        rope_scaling: YaRN's or Llama 3's, None for plain rope.
-        softmax_scale: of the scores.
-        sliding_window, layer_types, max_window_layers: what ``window`` says of a layer; without a window None, None, 0.
-        soft_cap, logits_soft_cap: of scores and logits, None without.
-        qkv_bias, output_bias: of the projections of attention.
+    Attributes are named as in ``config.json`` except:
+        rope_scaling: YaRN's or Llama 3's scaling; None for plain rope.
+        softmax_scale: scale of the scores.
+        sliding_window, layer_types, max_window_layers: determine ``window`` of a layer; without a window None, None, 0.
+        soft_cap, logits_soft_cap: caps of scores and logits; None for no cap.
+        qkv_bias, output_bias: whether the projections of attention have biases.
         qk_norms: whether each head's queries and keys are normed.
         sinks: whether each head has a sink.
-        gemma: norms about 1 and on the outputs of attention and MLP too, scaled embeddings, GeGLU.
-        num_experts: of a layer, 0 for MLPs.
+        gemma: norms scale by 1 + weight and follow attention and MLP too, embeddings are scaled, the MLP is GeGLU.
+        num_experts: experts per layer, 0 for MLPs.
         eos_token_ids: always a tuple; ``load_checkpoint`` adds those of ``generation_config.json``.
-        weight_block_size: rows and columns that share one scale in FP8 weights, None for others.
+        weight_block_size: rows and columns that share one scale in FP8 weights; None if not FP8.
         mxfp4: whether experts are stored in MXFP4.
     """
 
@@ -75,11 +75,11 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> "DecoderConfig":
-        """Read the dict that ``config.json`` holds.
+        """Reads the dict of a ``config.json``.
 
         Raises:
-            ValueError: a required key is missing, a value makes no sense, or the file asks for something this
-                implementation does not support. A setting that would change results is never skipped over.
+            ValueError: a required key is missing, or a value is invalid or not supported. A setting that would change
+                results is never ignored.
         """
         family = read_settings(data, keys.DECODER_FAMILY)["model_type"]
         table = keys.DECODER | keys.ROPE_THETA | _OWN[family]
@@ -133,10 +133,10 @@ class DecoderConfig:
                 f"hidden_size={self.hidden_size} and intermediate_size={self.intermediate_size} must be multiples of "
                 "32, the numbers of a block of MXFP4"
             )
-        self.spec(None)  # a scale or cap that float32 does not hold
+        self.spec(None)  # raises if scale or cap overflow float32
 
     def window(self, layer: int) -> int | None:
-        """Keys a row of a layer sees, itself included; None for all."""
+        """Number of visible keys per row of a layer, its own included; None for all."""
         if self.layer_types is not None:
             slides = self.layer_types[layer] == "sliding_attention"
         elif self.model_type in _ALTERNATING:

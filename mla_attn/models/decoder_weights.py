@@ -1,4 +1,4 @@
-"""Which tensors of a Llama, Mistral, Qwen, Gemma 2 or gpt-oss checkpoint fill which parameter."""
+"""The map from tensors of a Llama, Mistral, Qwen, Gemma 2 or gpt-oss checkpoint to parameters."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from mla_attn.models.moe import ClampedMoE
 from mla_attn.models.weights import BLOCKS, MXFP4_BLOCK, Weight, matrix, plain
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Of FP8 caches, as compressed-tensors, ModelOpt, Quark and older tools name them.
+# Names of the scales of FP8 caches in compressed-tensors, ModelOpt, Quark and older tools.
 _CACHE_SCALE = re.compile(
     r"model\.layers\.[0-9]+\.self_attn\."
     r"([kv]_scale|kv_scale|k_proj\.k_scale|v_proj\.v_scale|[kv]_proj\.output_scale)"
@@ -57,7 +57,7 @@ def _attention(attention: Attention, prefix: str) -> Iterator[Weight]:
 
 
 def _experts(moe: ClampedMoE, prefix: str, *, mxfp4: bool) -> Iterator[Weight]:
-    """Experts are one tensor a projection, [experts, in, out]; gate and up alternate on the last axis."""
+    """Experts have one tensor per projection, [experts, in, out]; gate and up alternate on the last axis."""
     yield from _linear(moe.router, f"{prefix}.router")
     count, dim, width = moe.gate_proj.shape
     for params, name, shape, convert in (
@@ -91,13 +91,13 @@ def is_cache_scale(name: str) -> bool:
 
 
 def least_tensors(config: DecoderConfig, *, drafts: bool) -> tuple[str, int]:
-    """As of ``deepseek_weights``."""
+    """As in ``deepseek_weights``."""
     del drafts
     return f"num_hidden_layers={config.num_hidden_layers}", config.num_hidden_layers
 
 
 def matrices(config: DecoderConfig, *, drafts: bool) -> dict[str, int]:
-    """As of ``deepseek_weights``."""
+    """As in ``deepseek_weights``."""
     del drafts
     hidden, width, experts = config.hidden_size, config.intermediate_size, config.num_experts
     sizes = {
@@ -105,7 +105,7 @@ def matrices(config: DecoderConfig, *, drafts: bool) -> dict[str, int]:
         "num_attention_heads x head_dim x hidden_size": config.num_attention_heads * config.head_dim * hidden,
     }
     if experts:
-        packed = 2 if config.mxfp4 else 1  # numbers in a byte
+        packed = 2 if config.mxfp4 else 1  # elements per byte
         sizes["num_local_experts x 2 intermediate_size x hidden_size"] = experts * 2 * width * hidden // packed
     else:
         sizes["intermediate_size x hidden_size"] = width * hidden

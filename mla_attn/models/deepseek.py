@@ -43,11 +43,11 @@ Form = Literal["expanded", "absorbed"]  # attention over per-head keys and value
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """How every layer of a call attends.
+    """The attention of every layer of a call.
 
     Attributes:
-        mode, tree_mask, implementation: as given to the model.
-        form: of the attention.
+        mode, tree_mask, implementation: the model's arguments.
+        form: form of the attention.
     """
 
     mode: str
@@ -129,7 +129,7 @@ class DeepseekForCausalLM(nnx.Module):
         return (CacheGroup(name=GROUP, num_layers=layers, spec=self.attention_spec, dtype=self.dtype),)
 
     def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
-        """An all-zero pool under "full"; ValueError for sizes that ``LatentPool.create`` refuses."""
+        """Creates an all-zero pool under "full"; raises ValueError as ``LatentPool.create`` does."""
         return create_pools(self.cache_groups, num_pages=num_pages, page_size=page_size)
 
     def __call__(
@@ -143,26 +143,26 @@ class DeepseekForCausalLM(nnx.Module):
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
-        """Run the rows of this call through all layers, writing their cache rows.
+        """Runs the rows of this call through all layers, which write their cache rows.
 
         Args:
-            tokens: token ids; padding rows may hold anything, their results mean nothing but are finite.
-            pools: of ``create_pools``; donate them at the outermost jit.
-            metadata: under "full", what the rows' positions are, what they see and where they are written.
-            mode: the function of ``mla_attn.steps`` that attends: prefill, extend, decode, target_verify, draft_extend
-                or draft_decode.
+            tokens: token ids; padding rows may hold any value, and their results are finite but meaningless.
+            pools: pools from ``create_pools``; donate them at the outermost jit.
+            metadata: metadata under "full", from the mode's builder.
+            mode: name of the function of ``mla_attn.steps`` that attends: prefill, extend, decode, target_verify,
+                draft_extend or draft_decode.
             form: "expanded" (to per-head keys and values; prompts only) or "absorbed" attention. None takes expanded
                 for prompts that no kernel supports in absorbed form: that takes about three times the operations, but
                 expanded keys and values go through XLA, in loops over keys whose ends the host must wait for.
-            tree_mask: which tokens of a draft tree each row sees; not with prompts.
-            implementation: of the attention ops, None for the best available.
+            tree_mask: mask of a draft tree; not with prompts.
+            implementation: attention implementation; None for the default choice.
 
         Returns:
             Hidden states after the final norm, and the pools.
 
         Raises:
-            ValueError: a mode or form that does not exist or do not go together; pools or metadata that are not
-                under the name of the cache group.
+            ValueError: an unknown mode or form, or a combination that is not allowed; pools or metadata without the
+                name of the cache group.
         """
         pool, m = self._group(pools, metadata)
         x = self.embed_tokens(tokens)
@@ -190,20 +190,20 @@ class DeepseekForCausalLM(nnx.Module):
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
-        """Run the draft layer: the row at position t predicts token t + 2 (arXiv:2412.19437, section 2.2).
+        """Runs the draft layer: the row at position t predicts token t + 2 (arXiv:2412.19437, section 2.2).
 
         Args:
-            hidden: what ``__call__`` returned for position t or, drafting further, what ``draft`` returned.
+            hidden: hidden states from ``__call__`` for position t or, in later draft steps, from ``draft``.
             next_tokens: the token at position t + 1.
             pools: the same pools; the draft layer's rows are layer ``num_hidden_layers`` of "full".
-            metadata: rows at positions t.
+            metadata: metadata of rows at positions t.
             mode, form, tree_mask, implementation: as in ``__call__``.
 
         Returns:
             Hidden states after the draft head's norm, for ``draft_logits`` or another draft step, and the pools.
 
         Raises:
-            ValueError: as ``__call__``, or the model has no draft layer.
+            ValueError: as in ``__call__``, or the model has no draft layer.
         """
         self._require_mtp()
         pool, m = self._group(pools, metadata)
@@ -226,7 +226,7 @@ class DeepseekForCausalLM(nnx.Module):
     def _step(
         self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation
     ) -> tuple[Step, AttentionMetadata]:
-        """How the layers attend, and the metadata with what their attention shares, where there is such a thing."""
+        """The attention of the layers, and the metadata with the work list that they share, if they need one."""
         check_step(mode, tree_mask)
         _check_form(mode, form)
         if form == "expanded":
@@ -253,7 +253,7 @@ def attention_spec(config: DeepseekConfig) -> MLASpec:
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a dense MLP or experts, each normed before and added to the residual stream."""
+    """Attention, then a dense MLP or experts, each after a norm and added to the residual stream."""
 
     def __init__(self, config: DeepseekConfig, layer: int, *, dtype, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
@@ -291,7 +291,7 @@ class DraftLayer(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Multi-head latent attention: what is cached is one latent row and one rope key per token, for all heads.
+    """Multi-head latent attention, which caches one latent row and one rope key per token for all heads.
 
     ``w_uk`` [H, Dn, R] and ``w_uv`` [H, V, R] are the two halves of the checkpoint's ``kv_b_proj``: they expand a
     latent row to per-head keys and values, or are absorbed into the query and the output. The norms of the latents take

@@ -1,4 +1,4 @@
-"""Which tensors of a DeepSeek checkpoint fill which parameter."""
+"""The map from tensors of a DeepSeek checkpoint to parameters."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def _attention(attention: Attention, prefix: str) -> Iterator[Weight]:
     heads, nope, rank = attention.w_uk.shape
     width = nope + attention.w_uv.shape[1]
 
-    def split(tensor):  # per head: first the rows that make the nope part of the key, then those of the value
+    def split(tensor):  # per head: first the rows for the nope part of the key, then the rows for the value
         return tuple(np.split(tensor.reshape(heads, width, rank), [nope], axis=1))
 
     yield Weight((attention.w_uk, attention.w_uv), (f"{prefix}.kv_b_proj.weight",), (heads * width, rank), split)
@@ -84,12 +84,12 @@ def _moe(moe: MoE, prefix: str) -> Iterator[Weight]:
 
 
 def draft_prefix(config: DeepseekConfig) -> str:
-    """With which the names of the draft layer's tensors begin."""
+    """The prefix of the names of the draft layer's tensors."""
     return f"model.layers.{config.num_hidden_layers}."
 
 
 def least_tensors(config: DeepseekConfig, *, drafts: bool) -> tuple[str, int]:
-    """The settings that say how many tensors a checkpoint has, and the least number."""
+    """The settings that determine the number of tensors of a checkpoint, and its least value."""
     layers = config.num_hidden_layers + drafts
     least = layers + _moe_layers(config, layers) * config.n_routed_experts
     named = f"num_hidden_layers={config.num_hidden_layers} and n_routed_experts={config.n_routed_experts}"
@@ -97,7 +97,7 @@ def least_tensors(config: DeepseekConfig, *, drafts: bool) -> tuple[str, int]:
 
 
 def matrices(config: DeepseekConfig, *, drafts: bool) -> dict[str, int]:
-    """Elements of the matrices that there must be, by the settings that say so."""
+    """Elements of the matrices that the checkpoint must have, by the settings that determine them."""
     layers = config.num_hidden_layers + drafts
     moe_layers = _moe_layers(config, layers)
     heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank

@@ -1,4 +1,4 @@
-"""Which config and model a ``model_type`` has."""
+"""The config and the model of each ``model_type``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,13 +18,13 @@ Model = DeepseekForCausalLM | DecoderForCausalLM
 
 
 def read_model_config(data: Mapping[str, Any]) -> Config:
-    """Read the dict that a ``config.json`` holds; ValueError as ``DeepseekConfig.from_hf``."""
+    """Reads the dict of a ``config.json``; raises ValueError as ``DeepseekConfig.from_hf`` does."""
     family = read_settings(data, KNOWN_TYPE)["model_type"]
     return (DecoderConfig if family in DECODER_TYPES else DeepseekConfig).from_hf(data)
 
 
 def make_model(config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs, draft_layer: bool = True) -> Model:
-    """A model with initial weights; arguments and errors are those of ``DeepseekForCausalLM``."""
+    """Creates a model with initial weights; arguments and errors are those of ``DeepseekForCausalLM``."""
     if isinstance(config, DecoderConfig):
         return DecoderForCausalLM(config, dtype=dtype, rngs=rngs)
     return DeepseekForCausalLM(config, dtype=dtype, rngs=rngs, draft_layer=draft_layer)

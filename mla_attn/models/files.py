@@ -1,4 +1,4 @@
-"""Reading the files of a checkpoint folder, which may come from strangers or from a download that broke off."""
+"""Reading the files of a checkpoint folder, which may be untrusted or incomplete."""
 
 import contextlib
 import json
@@ -10,18 +10,18 @@ from typing import Any, BinaryIO
 
 from mla_attn.text import plain
 
-MOST_JSON_BYTES = 100_000_000  # of a file or header; the safetensors package has the same limit for headers
+MOST_JSON_BYTES = 100_000_000  # limit of a file or header; the safetensors package has the same for headers
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, incomplete, or not what its ``config.json`` says."""
+    """A checkpoint is damaged, incomplete, or does not match its ``config.json``."""
 
 
 def exists(file: Path) -> bool:
-    """Whether there is something of that name, a link to nowhere included.
+    """Whether a file or folder of that name exists, including a broken link.
 
     Raises:
-        CheckpointError: nobody may know: a folder without permission, a name too long.
+        CheckpointError: this cannot be determined: no permission, or the name is too long.
     """
     try:
         os.lstat(file)
@@ -34,13 +34,13 @@ def exists(file: Path) -> bool:
 
 @contextlib.contextmanager
 def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, opened to read, and its size. Links are followed; pipes and devices are never waited for.
+    """Opens a regular file for reading; gives the file and its size. It follows links, and never blocks on pipes.
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
     """
     try:
-        # What was opened is what is asked: a name may be put on another file between two calls.
+        # Inspect the opened file, because the name may refer to another file by then.
         with open(file, "rb", opener=_open_regular) as opened:
             yield opened, os.fstat(opened.fileno()).st_size
     except FileNotFoundError:
@@ -58,26 +58,26 @@ def _open_regular(file: str, flags: int) -> int:
 
 
 def read_bytes(file: Path, *, most: int) -> bytes:
-    """A whole file of at most ``most`` bytes; CheckpointError if it is larger or cannot be read."""
+    """Reads a whole file of at most ``most`` bytes; raises CheckpointError if it is larger or cannot be read."""
     with open_file(file) as (opened, size):
         if size > most:
             raise CheckpointError(f"{file} has {size} bytes, must have at most {most}")
         data = opened.read(most + 1)
-        if len(data) > most:  # it has grown
+        if len(data) > most:  # the file has grown
             raise CheckpointError(f"{file} must have at most {most} bytes")
         return data
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError if the file cannot be read or holds something else."""
+    """Reads a JSON object; raises CheckpointError if the file cannot be read or has something else."""
     return parse_json(file, read_bytes(file, most=MOST_JSON_BYTES))
 
 
 def parse_json(file: Path, text: bytes) -> dict[str, Any]:
-    """The JSON object that ``text``, read from ``file``, is in UTF-8. NaN and Infinity are read, as Python writes them.
+    """Parses the UTF-8 ``text`` of ``file`` as a JSON object. NaN and Infinity are allowed, as Python writes them.
 
     Raises:
-        CheckpointError: it is something else, an object in it has a key twice, or it is nested too deep.
+        CheckpointError: it is something else, an object has a duplicate key, or it is nested too deep.
     """
     try:
         data = json.loads(text.decode(), object_pairs_hook=_without_doubles)

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints into the NNX models, one tensor at a time.
+"""The loader of Hugging Face checkpoints, which reads one tensor at a time.
 
-``deepseek_weights`` and ``decoder_weights`` have the maps: which tensors fill which parameter, and how. Everything here
-checks a checkpoint against its map or carries bytes.
+``deepseek_weights`` and ``decoder_weights`` map tensors to parameters. This module checks a checkpoint against its map,
+and reads it.
 """
 
 import dataclasses
@@ -35,35 +35,35 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> Model:
-    """Load a folder with ``config.json`` and ``model.safetensors`` (or its shards and their index).
+    """Loads a folder with ``config.json`` and ``model.safetensors`` (or its shards and their index).
 
-    The ``model_type`` says which family it is. FP8 weights with block scales, and experts in MXFP4, are dequantised to
-    ``dtype``. One tensor is in host memory at a time (for experts, one projection of one layer). Passed over knowingly:
+    The ``model_type`` determines the family. FP8 weights with block scales, and experts in MXFP4, are dequantised to
+    ``dtype``. One tensor is in host memory at a time (for experts, one projection of one layer). Ignored are
     ``rotary_emb.inv_freq`` buffers, which are computed; tensors without elements; scales of an FP8 cache, with a
-    warning; and ``lm_head.weight`` where the embedding is tied to it, with a warning if it differs.
+    warning; and ``lm_head.weight`` if the embedding is tied to it, with a warning if it differs.
 
-    DeepSeek's draft layer has its own embedding and head; a checkpoint that leaves these copies out gets those of the
-    target. A checkpoint without any tensor of the draft layer that its config.json promises, as transformers saves
-    them, is loaded with a warning, and cannot draft.
+    DeepSeek's draft layer has its own embedding and head; if a checkpoint does not have these copies, those of the
+    target are used. If config.json declares a draft layer but the checkpoint has none of its tensors, as saved by
+    transformers, the model is loaded with a warning, and cannot draft.
 
     Args:
         path: checkpoint folder.
-        dtype: bfloat16, float16 or float32, of parameters and activations. If None, that of the checkpoint's embedding,
+        dtype: bfloat16, float16 or float32, of parameters and activations. None for that of the checkpoint's embedding
             if it is one of these, else bfloat16.
 
     Raises:
-        CheckpointError: whatever is wrong with the folder: missing or damaged files, settings that make no sense or
-            are not supported, missing, unexpected or misshapen tensors, a dtype that is not read. With the file.
+        CheckpointError: the folder has missing or damaged files, invalid or unsupported settings, missing, unexpected
+            or misshapen tensors, or a dtype that is not read. The message names the file.
         ValueError: a wrong ``dtype``.
     """
     return open_checkpoint(path, dtype=dtype).load()
 
 
 class Checkpoint:
-    """A checkpoint folder whose files match its ``config.json``; of its weights nothing was read yet.
+    """A checkpoint folder whose files match its ``config.json`` and whose weights were not read yet.
 
     Attributes:
-        model: its parameters have shapes and dtypes, and arrays once ``load`` was called.
+        model: the model; its parameters are abstract until ``load`` is called.
     """
 
     def __init__(self, folder: Path, config: Config, tensors: dict[str, Stored], model: Model, weights: list[Weight]):
@@ -71,7 +71,7 @@ class Checkpoint:
         self._folder, self._config, self._tensors, self._weights = folder, config, tensors, weights
 
     def load(self) -> Model:
-        """The model, its weights read: one tensor at a time."""
+        """Reads the weights, one tensor at a time, and returns the model."""
         _check_tied_head(self._folder, self._tensors, self._config)
         for weight in self._weights:
             weight.fill(lambda name, row: dequantise(self._tensors, name, self._config.weight_block_size, row))
@@ -79,7 +79,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> Checkpoint:
-    """Check a folder as ``load_checkpoint`` does, without reading weights: arguments and errors are the same."""
+    """Checks a folder without reading weights; arguments and errors are those of ``load_checkpoint``."""
     folder = Path(path)
     config = read_config(folder)
     tensors = list_tensors(folder)
@@ -99,12 +99,12 @@ def open_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) 
 
 
 def _map(config: Config) -> Any:
-    """The module that has the map of a family."""
+    """The module with the map of a family."""
     return deepseek_weights if isinstance(config, DeepseekConfig) else decoder_weights
 
 
 def _warn(folder: Path, config: Config, tensors: dict[str, Stored], *, drafts: bool) -> None:
-    """Tell of what is passed over and could be missed."""
+    """Logs warnings for ignored parts of a checkpoint."""
     if isinstance(config, DeepseekConfig) and config.num_nextn_predict_layers and not drafts:
         logger.warning(
             "%s: num_nextn_predict_layers=%d, but there are no tensors of the draft layer: loaded without, it cannot "
@@ -117,12 +117,12 @@ def _warn(folder: Path, config: Config, tensors: dict[str, Stored], *, drafts: b
 
 
 def read_config(folder: Path) -> Config:
-    """A folder's ``config.json``, with the end tokens of its ``generation_config.json`` added to its own: chat models
-    often name theirs in the latter alone.
+    """Reads a folder's ``config.json``, and adds the end tokens of ``generation_config.json``, because chat models
+    often have theirs only there.
 
     Raises:
-        CheckpointError: a file that is damaged, or the first one missing; values that make no sense or are not
-            supported. With the file.
+        CheckpointError: a file is damaged, ``config.json`` is missing, or a value is invalid or not supported. The
+            message names the file.
     """
     data, more = read_json(folder / CONFIG), {}
     if exists(folder / GENERATION_CONFIG):
@@ -138,13 +138,13 @@ def read_config(folder: Path) -> Config:
 
 
 def _resolve(weight: Weight, tensors: dict[str, Stored]) -> Weight:
-    """The weight under the first of its names that the checkpoint has."""
+    """The weight with the first of its names that the checkpoint has."""
     found = [name for name in (*weight.names[:1], *weight.fallbacks) if name in tensors]
     return dataclasses.replace(weight, names=(found[0],)) if weight.fallbacks and found else weight
 
 
 def _has_draft_layer(config: DeepseekConfig, tensors: dict[str, Stored]) -> bool:
-    """Whether one is promised, and there is a tensor of it that is not passed over."""
+    """Whether the config declares a draft layer and the checkpoint has a tensor of it that is not ignored."""
     prefix = draft_prefix(config)
     return config.num_nextn_predict_layers > 0 and any(
         name.startswith(prefix) and not _is_passed_over(name, stored) for name, stored in tensors.items()
@@ -152,7 +152,7 @@ def _has_draft_layer(config: DeepseekConfig, tensors: dict[str, Stored]) -> bool
 
 
 def _is_passed_over(name: str, stored: Stored) -> bool:
-    """A buffer that is computed, or a tensor without elements."""
+    """Whether a tensor is ignored: a buffer that is computed, or a tensor without elements."""
     return name.endswith("rotary_emb.inv_freq") or 0 in stored.shape
 
 
@@ -161,7 +161,7 @@ def _is_cache_scale(name: str, config: Config) -> bool:
 
 
 def _check_sizes(folder: Path, config: Config, tensors: dict[str, Stored], *, drafts: bool) -> None:
-    """Compare sizes with what the files hold before anything of these sizes is made."""
+    """Compares sizes in the config with the files before anything of these sizes is allocated."""
     named, least = _map(config).least_tensors(config, drafts=drafts)
     if least > len(tensors):
         raise CheckpointError(

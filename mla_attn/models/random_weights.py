@@ -1,4 +1,4 @@
-"""Models without a checkpoint: a real model's sizes, for tests of speed."""
+"""Models with random weights and a real model's sizes, for benchmarks."""
 
 from collections.abc import Mapping
 from typing import Any

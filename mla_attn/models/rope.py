@@ -36,12 +36,12 @@ class Yarn:
 
     @property
     def rotation_scale(self) -> float:
-        """What cos and sin are multiplied with: m(mscale) / m(mscale_all_dim)."""
+        """Factor of cos and sin: m(mscale) / m(mscale_all_dim)."""
         return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
 
     @property
     def softmax_factor(self) -> float:
-        """What the softmax scale is multiplied with: m(mscale_all_dim) squared, once each for query and key."""
+        """Factor of the softmax scale: m(mscale_all_dim) squared, once each for query and key."""
         return self._temperature(self.mscale_all_dim) ** 2
 
     def _temperature(self, weight: float) -> float:

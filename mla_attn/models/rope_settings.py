@@ -1,4 +1,4 @@
-"""Reading the rope keys of a ``config.json``, which have two spellings and several types."""
+"""The reader of the rope keys of a ``config.json``, which have two spellings and several types."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ Table = Mapping[str, Setting]
 
 
 class RopeKeys(NamedTuple):
-    """What a file says of rope.
+    """The rope settings of a file.
 
     Attributes:
-        name: of the object that holds the keys, for messages.
-        keys: those of the object that are not null.
+        name: name of the object with the keys, for messages.
+        keys: the object's keys that are not null.
         kind: "default", "yarn", ...
         theta: base of the frequencies.
     """
@@ -26,27 +26,27 @@ class RopeKeys(NamedTuple):
 
 
 def read_rope(data: Mapping[str, Any], *, theta: Table, common: Table, kinds: Mapping[str, Table]) -> RopeKeys:
-    """The keys of ``rope_scaling`` or the newer ``rope_parameters``, which has ``rope_theta`` inside.
+    """Reads the keys of ``rope_scaling`` or of the newer ``rope_parameters``, which includes ``rope_theta``.
 
     Args:
         data: the whole file.
-        theta: how ``rope_theta`` is read, in the file or among the rope keys.
-        common: keys that every type may have, ``type`` included.
-        kinds: keys of each type besides.
+        theta: table for ``rope_theta``, which may be in the file or among the rope keys.
+        common: keys that every type may have, including ``type``.
+        kinds: further keys of each type.
 
     Raises:
-        ValueError: both spellings, a type or a key that is not supported, a value that makes no sense.
+        ValueError: both spellings are present, a type or key is not supported, or a value is invalid.
     """
     names = [name for name in ("rope_scaling", "rope_parameters") if data.get(name) is not None]
     if len(names) > 1:
         raise ValueError("rope_scaling and rope_parameters are two spellings of one thing; give one")
     name = names[0] if names else "rope_scaling"
     keys = section(name, data[name]) if names else {}
-    keys = {key: value for key, value in keys.items() if value is not None}  # null is as good as absent
+    keys = {key: value for key, value in keys.items() if value is not None}  # null means absent
     base = read_settings(keys, theta, within=name) if "rope_theta" in keys else read_settings(data, theta)
     kind = _type(name, keys, common["type"])
     fixed = read_settings(keys, {key: setting for key, setting in common.items() if key != "type"}, within=name)
-    repeated, positions = fixed["max_position_embeddings"], data["max_position_embeddings"]  # by some writers
+    repeated, positions = fixed["max_position_embeddings"], data["max_position_embeddings"]  # some files repeat it
     if repeated not in (None, positions):
         raise ValueError(f"{name} max_position_embeddings={repeated} is not the file's own: {shown(positions)}")
     allowed = {"rope_theta", "rope_type", *common, *kinds[kind]}

@@ -1,8 +1,7 @@
 """Reading safetensors files with NumPy: an 8-byte little-endian header length, a JSON header, then the bytes.
 
-A reader of our own, because the safetensors package cannot give F8_E4M3 tensors to NumPy (it looks for a type that
-NumPy does not have), and because nothing more than this is needed: files are mapped, not read, so a tensor costs memory
-only while it is converted.
+The safetensors package is not used because it cannot return F8_E4M3 tensors as NumPy arrays (it looks for a type that
+NumPy does not have). Files are memory-mapped, so a tensor needs memory only while it is converted.
 """
 
 import math
@@ -25,12 +24,12 @@ DTYPES = {
 }
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LARGEST_SIZE = 2**63 - 1  # of an axis or an offset
+LARGEST_SIZE = 2**63 - 1  # limit of an axis or an offset
 MOST_AXES = 32
 
 
 class Stored(NamedTuple):
-    """Where one tensor lies: its file, dtype name, shape, and byte range in the file."""
+    """The location of a tensor: its file, dtype name, shape, and byte range in the file."""
 
     file: Path
     dtype: str
@@ -39,20 +38,17 @@ class Stored(NamedTuple):
     end: int
 
     def read(self) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file.
-
-        The map lives as long as the view, so nothing stays mapped between tensors.
-        """
+        """Returns the tensor as a read-only view of the mapped file, which is unmapped together with the view."""
         raw = np.memmap(self.file, np.uint8, "r", offset=self.begin, shape=(self.end - self.begin,))
         return raw.view(DTYPES[self.dtype]).reshape(self.shape)
 
 
 def list_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint folder: ``model.safetensors``, or the shards that its index names.
+    """Lists all tensors of a checkpoint folder: those of ``model.safetensors``, or of the shards in its index.
 
     Raises:
-        CheckpointError: no such file, a shard or a tensor that the index names and is not there, a tensor stored twice,
-            or a file that is truncated or corrupt.
+        CheckpointError: there is no such file, a shard or tensor of the index is missing, a tensor is stored twice, or
+            a file is truncated or corrupt.
     """
     if exists(folder / SINGLE):
         return read_header(folder / SINGLE)
@@ -78,10 +74,10 @@ def list_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, its header checked against the format and the file's size.
+    """Lists the tensors of one file, after checking its header against the format and the file's size.
 
     Raises:
-        CheckpointError: truncated, corrupt, or no regular file.
+        CheckpointError: the file is truncated, corrupt, or not a regular file.
     """
     with open_file(file) as (opened, size):
         length = int.from_bytes(opened.read(8), "little")
@@ -94,7 +90,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     tensors = {name: _stored(file, 8 + length, name, entry) for name, entry in header.items()}
     position = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1][-2:]):
-        # The format leaves no holes. A type this reader cannot view is for whoever wants the tensor to report.
+        # The format has no gaps. Types that this reader does not know are reported when the tensor is needed.
         held, itemsize = tensor.end - tensor.begin, DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else None
         if tensor.begin != position or held < 0 or (itemsize and held != itemsize * math.prod(tensor.shape)):
             raise CheckpointError(
@@ -112,7 +108,7 @@ def _check_metadata(file: Path, metadata: Any) -> None:
 
 
 def _stored(file: Path, start: int, name: str, entry: Any) -> Stored:
-    """One entry of a header; sizes are integers and nothing that Python would turn into one."""
+    """Checks one entry of a header; sizes must be integers, not values that Python would convert to integers."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{file} is corrupt: {plain(name)} must have dtype, shape and data_offsets, nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""Kinds of settings that a file of a checkpoint may hold, and reading them by a table: name, kind, default, use."""
+"""The kinds of settings in checkpoint files, and their reader, driven by a table of name, kind, default and use."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ LARGEST_INT32 = 2**31 - 1
 
 
 class Kind(NamedTuple):
-    """What a setting may be.
+    """A kind of setting.
 
     Attributes:
-        check: takes its name and its value and returns the value, or raises ValueError with both.
-        described: what is allowed, for the page of settings.
+        check: function of name and value that returns the value, or raises ValueError with both.
+        described: description of allowed values, for the page of settings.
     """
 
     check: Callable[[str, Any], Any]
@@ -28,12 +28,12 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How one setting is read.
+    """The reading of one setting.
 
     Attributes:
-        kind: checks the value.
-        use: what is done with it, for the page of settings.
-        default: what a file means that leaves it out or has null; ``REQUIRED`` if it must be there.
+        kind: kind of the value.
+        use: description of its effect, for the page of settings.
+        default: value if the file does not have it or has null; ``REQUIRED`` if the file must have it.
     """
 
     kind: Kind
@@ -42,15 +42,15 @@ class Setting:
 
 
 def read_settings(data: Mapping[str, Any], table: Mapping[str, Setting], *, within: str = "") -> dict[str, Any]:
-    """The values that ``data`` has for the settings of ``table``.
+    """Reads the settings of ``table`` from ``data``.
 
     Args:
-        data: as parsed from JSON.
-        table: by name.
-        within: name of the object that ``data`` is, for messages; empty for the file itself.
+        data: object parsed from JSON.
+        table: settings by name.
+        within: name of the object ``data`` in messages; empty for the file itself.
 
     Raises:
-        ValueError: a required one is missing, or a value is not of its kind; with its name.
+        ValueError: a required setting is missing, or a value is not of its kind; the message names it.
     """
     values = {}
     for name, setting in table.items():
@@ -65,7 +65,7 @@ def read_settings(data: Mapping[str, Any], table: Mapping[str, Setting], *, with
 
 
 def integer(least: int = 0, most: int = LARGEST_INT32) -> Kind:
-    """An integer from ``least`` to ``most``; 1.0 and true are none."""
+    """The kind of integers from ``least`` to ``most``; it refuses 1.0 and true."""
     allowed = f"integer from {least}" + ("" if most == LARGEST_INT32 else f" to {most}")
     return Kind(lambda name, value: check_integer(name, value, least, most), allowed)
 
@@ -75,13 +75,13 @@ def is_integer(value: Any) -> bool:
 
 
 def number(*, above: float | None = None, least: float | None = None) -> Kind:
-    """A number that float32 holds as a finite one, above ``above`` or at least ``least``, there too."""
+    """The kind of numbers that are finite in float32, and there above ``above`` or at least ``least``."""
     bound = f" above {above:g}" if above is not None else f" of at least {least:g}" if least is not None else ""
     return Kind(lambda name, value: check_number(name, value, above=above, least=least), f"finite number{bound}")
 
 
 def only(*supported: Any) -> Kind:
-    """One of a few values, of the same type."""
+    """The kind of these values, with their types."""
 
     def check(name: str, value: Any) -> Any:
         if not any(type(value) is type(each) and value == each for each in supported):
@@ -93,19 +93,19 @@ def only(*supported: Any) -> Kind:
 
 
 def nullable(kind: Kind) -> Kind:
-    """As ``kind``, or null, which must be written."""
+    """The kind of values of ``kind`` and null, which must be written explicitly."""
     return Kind(lambda name, value: None if value is None else kind(name, value), f"{kind.described}, or null")
 
 
 def section(name: str, value: Any) -> dict[str, Any]:
-    """An object."""
+    """Checks that a value is a JSON object, and returns it."""
     if not isinstance(value, dict):
         raise ValueError(f"{name}={shown(value)} must be an object")
     return value
 
 
 def as_json(value: Any) -> str:
-    """A value as a file would have it, in a page."""
+    """A value as JSON in Markdown."""
     if value is None or isinstance(value, bool):
         value = {None: "null", True: "true", False: "false"}[value]
     return f"`{value}`"

@@ -1,4 +1,4 @@
-"""What a model and its cache take, before anything of it is made."""
+"""The check that a model and its cache fit in memory, before they are allocated."""
 
 import jax
 from flax import nnx
@@ -9,11 +9,11 @@ from mla_attn.text import gibibytes
 
 
 def check_model_fits(model: CausalLM, *, num_pages: int, page_size: int) -> None:
-    """MemoryError, with figures, if the default device has no room for the weights and the cache of a model.
+    """Raises MemoryError, with figures, if the default device has no room for the weights and the cache of a model.
 
     Args:
-        model: one without arrays, as ``Checkpoint.model`` or of ``nnx.eval_shape``.
-        num_pages: of the cache.
+        model: a model without arrays, as ``Checkpoint.model`` or from ``nnx.eval_shape``.
+        num_pages: pages of the cache.
         page_size: tokens per page.
     """
     weights = tree_bytes(nnx.state(model))

@@ -1,13 +1,13 @@
-"""Text to token ids and back, by the tokenizer files of a checkpoint folder.
+"""Tokenizers of checkpoint folders, from text to token ids and back.
 
-Read are ``tokenizer.json`` (package ``tokenizers``) and the ``tiktoken.model`` of Kimi-K2 and Moonlight (package
-``tiktoken``). A folder with neither is byte-level, id = byte, if its vocabulary is that small; otherwise it is refused,
-and prompts must be token ids.
+Supported files are ``tokenizer.json`` (package ``tokenizers``) and the ``tiktoken.model`` of Kimi-K2 and Moonlight
+(package ``tiktoken``). A folder with neither is byte-level, id = byte, if its vocabulary is small enough; otherwise it
+is refused, and prompts must be token ids.
 
-The begin token: if ``tokenizer_config.json`` has ``add_bos_token``, a prompt begins with ``bos_token`` exactly once
-where that is true, and without one that its text does not have where it is false. transformers 4 and llama.cpp do so;
-transformers 5 follows ``tokenizer.json`` alone, which DeepSeek's leave without the token that the models were trained
-with. Without ``add_bos_token`` the tokenizer's own file decides. The command line adds nothing to this.
+The begin token follows ``add_bos_token`` of ``tokenizer_config.json``: if true, a prompt begins with ``bos_token``
+exactly once; if false, only if its text does. transformers 4 and llama.cpp do the same. transformers 5 uses only
+``tokenizer.json``, and DeepSeek's does not add the token with which the models were trained. Without ``add_bos_token``
+the tokenizer's own file decides. The command line adds nothing.
 """
 
 import base64
@@ -26,46 +26,46 @@ from mla_attn.models.settings import TOKEN_TEXT, read_settings, section
 from mla_attn.text import shown
 
 END_OF_BYTES = 256  # ids from here on are special tokens of a byte-level checkpoint, and have no text
-LARGEST_BYTE_LEVEL = 512  # vocabulary of such a checkpoint
+LARGEST_BYTE_LEVEL = 512  # largest vocabulary of such a checkpoint
 MOST_TOKENIZER_BYTES = 1 << 30
 NOT_READ = ("*.model", "*.tiktoken", "*.spm", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 
 
 @runtime_checkable
 class TextStream(Protocol):
-    """Text of one request as its tokens come; all it returns together is what ``decode`` gives of all tokens."""
+    """Incremental decoder of one request; the texts that it returns concatenate to ``decode`` of all tokens."""
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """The text that is complete with the next tokens; a character cut in half waits for the rest of it."""
+        """Returns the text that is complete after the next tokens; incomplete characters are held back."""
         ...
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
+        """Returns the remaining text after the last token."""
         ...
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What ``load_tokenizer`` returns."""
+    """The interface of tokenizers that ``load_tokenizer`` returns."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, its begin token included if the checkpoint wants one."""
+        """Token ids of a prompt, including the begin token if the checkpoint requires it."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none."""
+        """Text of token ids; special tokens have no text."""
         ...
 
     def stream(self) -> TextStream:
-        """A new stream, for one request."""
+        """Creates an incremental decoder for one request."""
         ...
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a checkpoint folder.
+    """Loads the tokenizer of a checkpoint folder.
 
     Raises:
-        CheckpointError: a file is damaged, or of a kind that is not read, or there is none.
+        CheckpointError: a file is damaged or of an unsupported kind, or there is no tokenizer.
         ImportError: the package that the file needs is not installed.
     """
     folder = Path(folder)
@@ -84,7 +84,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """``tokenizer_config.json`` with ``bos_token`` as text, None if there is none; empty if there is no file."""
+    """Reads ``tokenizer_config.json``, with ``bos_token`` as text or None; returns {} if there is no file."""
     if not exists(file):
         return {}
     try:
@@ -96,12 +96,12 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 class _BeginToken:
-    """Puts the begin token before prompts, exactly once, or takes away one that a template put there.
+    """Adds the begin token to prompts exactly once, or removes one that a template has added.
 
     Args:
-        config: of ``_read_config``.
-        find: id of a token by its text; None if the vocabulary has no such token.
-        file: of the vocabulary, for messages.
+        config: result of ``_read_config``.
+        find: function from a token's text to its id, or None if the vocabulary does not have it.
+        file: file of the vocabulary, for messages.
     """
 
     def __init__(self, config: Mapping[str, Any], find: Callable[[str], int | None], file: Path):
@@ -113,7 +113,7 @@ class _BeginToken:
             )
 
     def apply(self, ids: list[int], plain: list[int]) -> list[int]:
-        """``ids`` as asked for; ``plain`` are those of the text without any template."""
+        """Returns ``ids`` with or without the begin token; ``plain`` are the text's ids without a template."""
         if self.wanted is None or self.id is None:
             return ids
         begins = [next((n for n, token in enumerate(each) if token != self.id), len(each)) for each in (ids, plain)]
@@ -122,10 +122,10 @@ class _BeginToken:
 
 
 class IdTokenizer:
-    """Ids as numbers in place of text, for a checkpoint whose tokenizer cannot be used.
+    """A tokenizer that shows ids as numbers, for a checkpoint whose tokenizer cannot be used.
 
     Args:
-        reason: why it cannot be; what ``encode`` raises.
+        reason: the exception that says why; ``encode`` raises it.
     """
 
     def __init__(self, reason: Exception):
@@ -142,10 +142,10 @@ class IdTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255.
+    """A tokenizer with UTF-8 bytes as ids 0 to 255.
 
     Args:
-        begin: ids before every prompt.
+        begin: ids at the beginning of every prompt.
     """
 
     def __init__(self, begin: tuple[int, ...] = ()):
@@ -186,12 +186,12 @@ def _byte_tokenizer(folder: Path, config: Mapping[str, Any]) -> ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``, special tokens as it adds them.
+    """The tokenizer of a Hugging Face ``tokenizer.json``, which adds special tokens as the file says.
 
     Args:
-        tokenizer: of the package ``tokenizers``.
-        begin: what to do about the begin token; as the file has it if None.
-        file: for messages.
+        tokenizer: a tokenizer of the package ``tokenizers``.
+        begin: handling of the begin token; None to follow the file.
+        file: the file, for messages.
     """
 
     def __init__(self, tokenizer, begin: _BeginToken | None = None, file: Path | None = None):
@@ -205,7 +205,7 @@ class FileTokenizer:
             raise ImportError(f"{file} needs the tokenizers package: pip install 'mla-attn[tokenizers]'") from error
         text = read_bytes(file, most=MOST_TOKENIZER_BYTES)
         tokenizer = _guarded(file, lambda: tokenizers.Tokenizer.from_buffer(text))
-        tokenizer.no_truncation()  # left by training, both of them
+        tokenizer.no_truncation()  # both settings may remain from training
         tokenizer.no_padding()
         return cls(tokenizer, _BeginToken(config, tokenizer.token_to_id, file), file)
 
@@ -227,7 +227,7 @@ class FileTokenizer:
 
 
 def _check_text(text: str) -> str:
-    """A prompt, before a file is blamed for it."""
+    """Checks a prompt, so that later exceptions are due to the file."""
     if not isinstance(text, str):
         raise ValueError(f"text={shown(text)} must be a string")
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -236,7 +236,7 @@ def _check_text(text: str) -> str:
 
 
 def _check_ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids, before a file is blamed for them."""
+    """Checks token ids, so that later exceptions are due to the file."""
     ids = check_integers("tokens", tokens)
     if ids and not 0 <= min(ids) <= max(ids) <= INT32_MAX:
         raise ValueError(f"tokens hold {shown(min(ids) if min(ids) < 0 else max(ids))}, must be 0 to {INT32_MAX}")
@@ -244,8 +244,8 @@ def _check_ids(tokens: Sequence[int]) -> list[int]:
 
 
 def _guarded(file: Path | None, call: Callable[[], Any]) -> Any:
-    """What ``call`` returns. The package raises plain ``Exception`` for all that is wrong with a file, and where its
-    Rust code panics a ``BaseException``."""
+    """Calls ``call`` and converts its errors. The package raises plain ``Exception`` for any invalid file, and a
+    ``BaseException`` if its Rust code panics."""
     try:
         return call()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -255,11 +255,11 @@ def _guarded(file: Path | None, call: Callable[[], Any]) -> Any:
 
 
 class TiktokenTokenizer:
-    """The ``tiktoken.model`` of Kimi-K2 and Moonlight: a token a line, in base64, and its rank, which is its id.
+    """The tokenizer of a ``tiktoken.model`` (Kimi-K2, Moonlight), which has one token per line, in base64 with its id.
 
-    Special tokens follow, named by ``added_tokens_decoder`` of ``tokenizer_config.json``.
-    The file says nothing of how text is split before its bytes are merged. ``PATTERN`` and the rest are facts of the
-    code published with these checkpoints (``tokenization_kimi.py``, ``tokenization_moonshot.py``), one for all of them.
+    Special tokens have the ids after these; ``added_tokens_decoder`` of ``tokenizer_config.json`` names them. The file
+    does not say how text is split before bytes are merged. ``PATTERN`` and the other constants are from the code
+    published with these checkpoints (``tokenization_kimi.py``, ``tokenization_moonshot.py``), which is the same in all.
     """
 
     _BIG = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -277,8 +277,8 @@ class TiktokenTokenizer:
             r"\s+",
         ]
     )
-    RESERVED = 256  # special tokens, those without a name included
-    LONGEST_TEXT, LONGEST_RUN = 400_000, 25_000  # characters at a time; of them spaces or others in a row
+    RESERVED = 256  # special tokens, including those without a name
+    LONGEST_TEXT, LONGEST_RUN = 400_000, 25_000  # characters at a time; consecutive spaces or non-spaces
 
     def __init__(self, file: Path, config: Mapping[str, Any]):
         try:
@@ -289,7 +289,7 @@ class TiktokenTokenizer:
         names = _added_tokens(file.parent / "tokenizer_config.json", config, len(ranks))
         first = len(ranks)
         special = {names.get(i, (f"<|reserved_token_{i}|>", True))[0]: i for i in range(first, first + self.RESERVED)}
-        self._texts = {rank: token for token, rank in ranks.items()}  # of tokens that have one
+        self._texts = {rank: token for token, rank in ranks.items()}  # texts by id, of tokens that have one
         self._texts |= {token: text.encode() for token, (text, is_special) in names.items() if not is_special}
         self._encoding = _guarded(
             file,
@@ -308,7 +308,7 @@ class TiktokenTokenizer:
         return self._begin.apply(ids, ids)
 
     def _parts(self, text: str) -> Iterator[str]:
-        """The text cut where its published code cuts it, for tiktoken fails on long runs."""
+        """Splits a text where the published code splits it, because tiktoken fails on long runs."""
         for begin in range(0, len(text), self.LONGEST_TEXT):
             part, last = text[begin : begin + self.LONGEST_TEXT], 0
             for run in re.finditer(r"\s+|\S+", part):
@@ -347,7 +347,7 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def _added_tokens(file: Path, config: Mapping[str, Any], first: int) -> dict[int, tuple[str, bool]]:
-    """Text of the tokens from id ``first`` on, and whether they are special: those have no text in an answer."""
+    """Text of the tokens from id ``first`` on, and whether they are special; special tokens decode to no text."""
     try:
         added = config.get("added_tokens_decoder") or {}
         names = {}
@@ -367,7 +367,7 @@ def _added_tokens(file: Path, config: Mapping[str, Any], first: int) -> dict[int
 
 
 class _ByteStream:
-    """A ``TextStream`` over tokens that are bytes."""
+    """A ``TextStream`` for tokens that are bytes."""
 
     def __init__(self, to_bytes: Callable[[Sequence[int]], bytes]):
         self._bytes, self._decoder = to_bytes, codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -380,22 +380,22 @@ class _ByteStream:
 
 
 class _FileStream:
-    """A ``TextStream`` over a function that decodes.
+    """A ``TextStream`` for a function that decodes.
 
-    Not ``tokenizers.decoders.DecodeStream``, which is the same idea: it has no end, and raises on bytes that are no
-    UTF-8 in vocabularies with byte fallback. There what is shown cannot follow ``decode``, which shows the whole run of
-    bytes around a wrong one as wrong.
+    ``tokenizers.decoders.DecodeStream`` is similar, but has no ``finish``, and in vocabularies with byte fallback
+    raises on bytes that are not UTF-8. For such bytes a stream cannot equal ``decode``, which replaces the whole run of
+    bytes around an invalid one.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode, self._seen = decode, []
-        # What was shown last is seen[begin:shown]: how tokens read depends on those before them.
+        # The last returned text is seen[begin:shown]; it is kept because decoding depends on preceding tokens.
         self._begin = self._shown = 0
 
     def __call__(self, tokens: Sequence[int]) -> str:
         self._seen.extend(tokens)
         text = self._new_text()
-        if text.endswith("\ufffd"):  # a character cut in half, until its last token comes
+        if text.endswith("\ufffd"):  # an incomplete character
             return ""
         self._begin, self._shown = self._shown, len(self._seen)
         return text

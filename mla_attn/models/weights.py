@@ -1,4 +1,4 @@
-"""Weights of a model: which tensors of a checkpoint fill which parameter, and how stored ones become numbers."""
+"""Maps from checkpoint tensors to parameters, and dequantisation of stored tensors."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from flax import nnx
 
 from mla_attn.models.safetensors import Stored
 
-SCALE = "_scale_inv"  # of an FP8 block; multiplied, in spite of its name
-BLOCKS, SCALES = "_blocks", "_scales"  # of MXFP4
-MXFP4_BLOCK = 32  # numbers that share a scale
+SCALE = "_scale_inv"  # suffix of the scales of FP8 blocks, which are multiplied in spite of the name
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of MXFP4 tensors
+MXFP4_BLOCK = 32  # elements that share a scale
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])  # by its four bits
+_E2M1 = np.concatenate([_E2M1, -_E2M1])  # value of each 4-bit code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Weight:
 
     Attributes:
         params: usually one; two for ``kv_b_proj`` and the experts of gpt-oss.
-        names: usually one tensor; one for each expert where ``params[0]`` is stacked.
-        shape: of each tensor in the checkpoint.
-        convert: from a tensor to what each parameter, or each row of a stacked one, holds.
+        names: usually one tensor; one for each expert if ``params[0]`` is stacked.
+        shape: shape of each tensor in the checkpoint.
+        convert: function from a tensor to the value of each parameter, or of each row of a stacked one.
         fallbacks: other names for the tensor, tried in order.
         stacked: whether each tensor is a row of the one parameter.
         by_row: whether the rows of the one tensor, and so of the parameters, are converted one by one.
@@ -39,14 +39,14 @@ class Weight:
     by_row: bool = False
 
     def fill(self, read: Callable[[str, int | None], np.ndarray]) -> None:
-        """Set the parameters, in their dtypes.
+        """Sets the parameters, in their dtypes.
 
         Args:
-            read: the numbers of a tensor, or of one of its rows.
+            read: function that returns a tensor, or one of its rows.
         """
         if not self.stacked and not self.by_row:
             for param, value in zip(self.params, self.convert(read(self.names[0], None)), strict=True):
-                # A copy, for on CPU the device array may be the very memory it is given.
+                # A copy, because on a CPU the device array may alias the given memory.
                 param.set_value(jax.device_put(np.array(value, param.dtype, order="C")))
             return
         hosts = [np.empty(param.shape, param.dtype) for param in self.params]
@@ -59,12 +59,12 @@ class Weight:
 
 
 def plain(param: nnx.Param, name: str) -> Weight:
-    """A tensor as it is."""
+    """The map of a tensor that is not converted."""
     return Weight((param,), (name,), param.shape)
 
 
 def matrix(param: nnx.Param, name: str) -> Weight:
-    """A matrix, which checkpoints hold as [out, in]."""
+    """The map of a matrix, which checkpoints store as [out, in]."""
     return Weight((param,), (name,), param.shape[::-1], transposed)
 
 
@@ -73,7 +73,7 @@ def transposed(tensor: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def scale_name(name: str, dtype: str) -> str | None:
-    """The tensor with the scales of a quantised one; None for others."""
+    """Name of the tensor with the scales of a quantised tensor; None if it is not quantised."""
     if dtype == "F8_E4M3":
         return name + SCALE
     return name.removesuffix(BLOCKS) + SCALES if name.endswith(BLOCKS) else None
@@ -82,9 +82,10 @@ def scale_name(name: str, dtype: str) -> str | None:
 def dequantise(
     tensors: dict[str, Stored], name: str, block: tuple[int, int] | None, row: int | None = None
 ) -> np.ndarray:
-    """A tensor, or a row of it, as stored or, if it is quantised, times the scales of its blocks, in float32.
+    """Reads a tensor, or a row of it: as stored or, if quantised, multiplied by the scales of its blocks in float32.
 
-    FP8: last blocks may be partial. MXFP4: blocks of 32 on the last axis, [..., n, 16] in bytes, become [..., 32 n].
+    The last blocks of FP8 may be partial. MXFP4 has blocks of 32 on the last axis: bytes [..., n, 16] become
+    [..., 32 n].
     """
 
     def read(name: str) -> np.ndarray:
@@ -93,7 +94,7 @@ def dequantise(
     value, dtype = read(name), tensors[name].dtype
     if name.endswith(BLOCKS):
         scale = read(name.removesuffix(BLOCKS) + SCALES).astype(np.int32) - 127
-        numbers = _E2M1[np.stack([value & 15, value >> 4], axis=-1)]  # the low half of a byte comes first
+        numbers = _E2M1[np.stack([value & 15, value >> 4], axis=-1)]  # the low half of a byte is first
         return np.ldexp(numbers.reshape(*scale.shape, -1), scale[..., None]).reshape(*scale.shape[:-1], -1)
     if block is None or dtype != "F8_E4M3":
         return value

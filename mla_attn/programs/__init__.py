@@ -1,9 +1,9 @@
-"""Programs that outlive their process: step functions, lowered once and kept in a folder.
+"""Programs on disk: step functions that are lowered once and kept in a folder for other processes.
 
-To trace and lower a whole model takes about a second of Python for each program; to read what came of it, a tenth.
-What is kept is the program before XLA compiles it (StableHLO, kernels included, as ``jax.export`` serialises it): data,
-which no pickle and no loader of machine code has to read. Compiled executables are code, and what loads them trusts
-them; they are left to JAX's own compilation cache, below the same folder.
+Tracing and lowering a whole model takes about a second of Python per program; reading the result takes a tenth. The
+folder has programs before XLA compiles them (StableHLO with kernels, serialised by ``jax.export``). They are data, read
+without pickle and without loading machine code. Compiled executables are code, and their loader trusts them; they are
+left to JAX's own compilation cache, in a subfolder.
 """
 
 from mla_attn.programs.folder import Folder, open_folder

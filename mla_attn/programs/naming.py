@@ -1,7 +1,7 @@
-"""Names for what a program depends on, equal in every process where it is equal, and nowhere else.
+"""Names of programs: digests of everything that a program depends on, equal in all processes if and only if it is.
 
-A name is a digest of values, walked part by part: ``repr`` and ``hash`` differ from process to process, and leave out
-what they like. What is not known to be described in full has no name, and then its program is not kept.
+A name is a digest of values, part by part. ``repr`` and ``hash`` cannot be used, because they differ between processes
+and may omit parts. A value that cannot be described completely has no name, and its program is not kept.
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ import mla_attn.cache
 import mla_attn.pallas_kernels
 from mla_attn.dispatch import current_device
 
-# Code that a name need not tell apart: a version or a digest of it is part of ``surroundings``.
+# Packages whose code is not described, because ``surroundings`` has a version or a digest of it.
 _PACKAGES = frozenset({"mla_attn", "jax", "jaxlib", "flax", "numpy", "ml_dtypes"} | sys.stdlib_module_names)
 _VARIABLES, _WHERE = ("XLA_", "LIBTPU_", "MLA_ATTN_", "MOSAIC_GPU_", "JAX_PALLAS_"), "MLA_ATTN_CACHE_DIR"
-# Settings of JAX that say where files lie and what is told, and change no program.
+# Settings of JAX that concern files and logging, and do not change programs.
 _SILENT_SETTINGS = {"cache", "log", "logging", "traceback", "dump", "dumps", "transfer", "distributed", "platforms"}
 
 
 class Unknown(Exception):
-    """A value is of a kind that has no name; the message says which."""
+    """A value is of a kind that has no name; the message names the kind."""
 
 
 def identity(*values: Any) -> str:
-    """A name of the values, 64 hexadecimal digits.
+    """The name of the values, 64 hexadecimal digits.
 
     Raises:
-        Unknown: a part of them is not known to be described in full, such as a class that a user wrote.
+        Unknown: a part of them cannot be described completely, such as a class that a user wrote.
     """
     digest = hashlib.sha256()
     _describe(values, lambda text: digest.update(text.encode() + b"\0"))
@@ -48,8 +48,8 @@ def identity(*values: Any) -> str:
 
 
 def surroundings() -> tuple[Any, ...]:
-    """What every program depends on besides itself: versions, this package's source, the device, settings of JAX and
-    the environment."""
+    """The facts on which every program depends: versions, this package's source, the device, settings of JAX and the
+    environment."""
     device = jax.devices()[0]
     there = (device.platform, device.device_kind, device.client.platform_version, jax.device_count())
     return (
@@ -58,7 +58,7 @@ def surroundings() -> tuple[Any, ...]:
         ("source", _SOURCE),
         ("device", there, current_device()),
         [
-            # The attribute, not the value: it follows settings of this thread too.
+            # Read the attribute, not the value, because it reflects settings of this thread too.
             (name, getattr(jax.config, name, value))
             for name, value in sorted(jax.config.values.items())
             if not _SILENT_SETTINGS.intersection(name.split("_"))
@@ -73,14 +73,14 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def source_is_as_imported() -> bool:
-    """Whether the package's files are still what this process imported: else a program made now may be of either."""
+    """Whether the package's files are unchanged since this process imported them, so that the digest is of its code."""
     return _source_digest() == _SOURCE
 
 
 def _source_digest() -> str:
     """A digest of the names and contents of this package's modules."""
     digest = hashlib.sha256()
-    # The last two lie elsewhere in a source tree.
+    # The last two are in other folders of a source tree.
     for package in (mla_attn, mla_attn.cache, mla_attn.pallas_kernels):
         for folder in map(pathlib.Path, package.__path__):
             for path in sorted(folder.rglob("*.py")):
@@ -93,7 +93,7 @@ _SOURCE = _source_digest()
 
 
 def _describe(value: Any, write: Callable[[str], None]) -> None:
-    """Writes what ``value`` is, each part with its kind and its length before it, so that no two run together."""
+    """Writes a description of ``value``. Each part is preceded by its kind and length, so that it is unambiguous."""
     kind = type(value)
     if value is None or kind in (bool, int, str, bytes, float, complex):
         write(f"{kind.__name__} {len(str(value))} {value!r}")
@@ -132,7 +132,7 @@ def _fields(value: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=8)
 def _of_graph(graphdef: Any) -> str:
-    """A model without its arrays, which each of its passes depends on: a tenth of a second for 27 layers."""
+    """The name of a model without its arrays; cached, because every pass needs it: 0.1 s for 27 layers."""
     return identity(_fields(graphdef))
 
 
@@ -144,7 +144,7 @@ def _parts(kind: str, parts: Any, write: Callable[[str], None]) -> None:
 
 
 def _name_of(thing: Any) -> str:
-    """A class or function by its place in the source, if that holds this very one."""
+    """The qualified name of a class or function, if that name still refers to this object."""
     module, name = thing.__module__ or "", thing.__qualname__
     if module.partition(".")[0] not in _PACKAGES:
         raise Unknown(f"{module}.{name}, which is of no package whose version is known here")
