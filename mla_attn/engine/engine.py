@@ -196,7 +196,9 @@ class Engine:
         options = {"implementation": implementation, "wrap": on_states, "folder": self.folder}
         self._passes = self.passes_class(model, shapes, draft=other, **options)
         self._drafting = {tree: DraftPasses(self._passes, model, tree, draft) for tree in self.speculation}
-        self._draft_steps = {tree: inputs.draft_steps(tree) for tree in self.speculation}
+        self._draft_steps = {
+            tree: inputs.draft_steps(tree) if passes.draft_decode else [] for tree, passes in self._drafting.items()
+        }
         self._device = self._create_device()
 
         self._lock = threading.RLock()  # held by everything except adding and cancelling

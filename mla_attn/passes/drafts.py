@@ -21,7 +21,7 @@ class DraftModel:
         model: a loaded checkpoint. Its own draft layer, if it has one, is not used.
     """
 
-    model: CausalLM
+    model: CausalLM = dataclasses.field(repr=False)
 
     def __post_init__(self):
         if not isinstance(self.model, CausalLM):
