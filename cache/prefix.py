@@ -138,7 +138,8 @@ class PrefixCache:
     def evict(self, num_pages: int) -> bool:
         """Drops the least recently used pages until ``num_pages`` are free; drops none if there are too few.
 
-        Returns whether ``num_pages`` are free now. The end of a text is dropped before its beginning. Pages are chosen
+        Returns whether ``num_pages`` are free now. The end of a text is dropped before its beginning, with a window
+        the beginning before the end. Pages are chosen
         by array operations over all pages, because tens of thousands would be too many for a Python loop.
         """
         num_pages = check_integer("num_pages", num_pages, 0)
@@ -163,6 +164,8 @@ class PrefixCache:
         self._pages.unhold(*pages)
 
     def _touch(self, pages: Sequence[int]) -> None:
-        """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation."""
+        """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation. With a
+        window it is the last page: without it, and those just before it, none is found."""
         self._clock += len(pages)
-        self._last_use[list(pages)] = np.arange(self._clock, self._clock - len(pages), -1)
+        order = pages if self._window is None else pages[::-1]
+        self._last_use[list(order)] = np.arange(self._clock, self._clock - len(pages), -1)

@@ -1,6 +1,6 @@
 """Serve random traffic while steps raise, until time is up; judge every token by one prefill of the whole text.
 
-    python -m tests.soak --seconds 600 --seed 0
+    python -m tests.soak --seconds 600 --seed 0 --model windows
 
 An exception (RuntimeError, MemoryError, KeyboardInterrupt) comes at a random point of a step: a bytecode of the engine
 at which Python looks for signals, a device call (before or after it), a wait for tokens, an allocation of pages or of
@@ -35,11 +35,13 @@ from flax import nnx
 from tqdm import tqdm
 
 from faults import Fault
-from mla_attn.engine import Engine, EngineDead, Output, SamplingParams
+from mla_attn.engine import DraftModel, Engine, EngineDead, NgramDrafts, Output, SamplingParams
 from traffic import KINDS, MAX_LEN, assert_idle, check_tokens, collect, small_engine, some_prompt
+from windows import windowed_model
 
 GEOMETRIES = ((1, 72), (4, 18), (16, 5))  # page size and pages: for one and a half of the longest requests
 ROUND = 100
+MODELS = ("mla", "windows", "ngrams")
 ERRORS = (RuntimeError, MemoryError, KeyboardInterrupt)
 PLACES = ("point", "point", "point", "before a pass", "after a pass", "wait", "pages", "signal", "cache")
 
@@ -201,7 +203,8 @@ class Soak:
                 engine._unread[0] = dataclasses.replace(engine._unread[0], tokens=Late(engine._unread[0].tokens, error))
             yield
         elif place == "pages":
-            with once(engine._scheduler.pages, "grow", error, at % 4, after=at % 2 == 0):
+            tables = engine._scheduler.tables.all
+            with once(tables[at % len(tables)].pages, "grow", error, at % 4, after=at % 2 == 0):
                 yield
         elif place == "cache":
             with once(engine, "_create_device", error, 0):
@@ -267,16 +270,25 @@ def timer(error: BaseException, seconds: float):
         signal.signal(signal.SIGALRM, before)
 
 
+def drafted(name: str) -> dict:
+    """The model of that name, and who drafts for it, as options of an engine."""
+    if name == "windows":  # of two models, three page tables
+        return {"model": windowed_model(), "draft": DraftModel(windowed_model((None, 5), seed=1))}
+    if name == "ngrams":
+        return {"model": windowed_model((7,)), "draft": NgramDrafts(2)}
+    return {}
+
+
 @functools.cache
-def warm_engine(page_size: int, num_pages: int) -> Engine:
-    engine = small_engine(page_size=page_size, num_pages=num_pages)
+def warm_engine(page_size: int, num_pages: int, name: str = "mla") -> Engine:
+    engine = small_engine(page_size=page_size, num_pages=num_pages, **drafted(name))
     engine.warm_up(progress=sys.stderr.isatty())
     return engine
 
 
-def one_round(seed: int, number: int, requests: int = ROUND, *, progress=lambda: None) -> Soak:
+def one_round(seed: int, number: int, name: str = "mla", requests: int = ROUND, *, progress=lambda: None) -> Soak:
     """The round of that number, which is judged; its engine is left idle."""
-    engine = warm_engine(*GEOMETRIES[number % len(GEOMETRIES)])
+    engine = warm_engine(*GEOMETRIES[number % len(GEOMETRIES)], name)
     old = engine.model
     new = with_weights(old, embed_tokens__embedding=lambda w: jnp.roll(w, 1, axis=0))
     soak = Soak(engine, [seed, number], raises=0.05, places=PLACES)
@@ -290,6 +302,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="ROUND", help="repeat one round")
+    parser.add_argument("--model", choices=MODELS, default="mla", help="cache groups and drafts (default mla: MTP)")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # of callbacks that raise as planned
     begin, number = time.monotonic(), options.only or 0
@@ -297,16 +310,17 @@ def main() -> int:
     with tqdm(desc="requests", unit="request", disable=not sys.stderr.isatty()) as bar:
         while number == (options.only or 0) or (options.only is None and time.monotonic() - begin < options.seconds):
             try:
-                soak = one_round(options.seed, number)
+                soak = one_round(options.seed, number, options.model)
             except AssertionError as error:
-                print(f"WRONG: {error}\nrepeat it: python -m tests.soak --seed {options.seed} --only {number}")
+                repeat = f"--seed {options.seed} --only {number} --model {options.model}"
+                print(f"WRONG: {error}\nrepeat it: python -m tests.soak {repeat}")
                 return 1
             reasons.update(reason for _, reason in soak.found.values())
             faults += soak.faults
             tokens += sum(len(each) for each, _ in soak.found.values())
             done, number = done + len(soak.found), number + 1
             bar.update(len(soak.found))
-    engines = [warm_engine(*geometry) for geometry in GEOMETRIES[: min(number, len(GEOMETRIES))]]
+    engines = [warm_engine(*geometry, options.model) for geometry in GEOMETRIES[: min(number, len(GEOMETRIES))]]
     preemptions, reused = (
         sum(getattr(engine.statistics, name) for engine in engines) for name in ("preemptions", "reused_tokens")
     )

@@ -130,6 +130,19 @@ def test_speculation_for_one_prompt(call):
     assert stats["compiles_after_warm_up"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [V2, "ngram:3"])
+def test_other_drafters(call, draft):
+    """Another checkpoint's drafts, and those from the text: the same tokens, in fewer passes."""
+    options = f"--dtype float32 --speculate 3 --draft {draft} --page-size 16 --max-new-tokens 32 --json"
+    status, out, err = call("generate", V3, "--prompt-ids", ",".join(map(str, PROMPT)), *options.split())
+    assert (status, err) == (0, "")
+    result = json.loads(out)
+    assert [request["tokens"] for request in result["requests"]] == [GREEDY[:32]]
+    assert 1 < result["stats"]["acceptance_length"] <= 4 and result["stats"]["target_steps"] < 31
+    assert set(result["stats"]["pages"]) == {"full", *(["draft.full"] if draft == V2 else [])}
+
+
 def test_the_reference_implementation(generate_json):
     assert generate_json("--implementation", "reference")["requests"] == generate_json()["requests"]
 
@@ -281,6 +294,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "page_size": 64,
         "max_len": 3 + 64,
         "speculation": (),
+        "draft": None,
         "prompt_tokens": 3,
         "max_waiting": 1,
         "batches": (1,),
@@ -296,6 +310,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "page_size": 16,
         "max_len": 7,
         "speculation": (DraftTree((1, 1)),),
+        "draft": None,
         "prompt_tokens": 2,
         "max_waiting": 1,
         "batches": (1,),
@@ -344,6 +359,11 @@ def test_options_reach_the_engine(call, monkeypatch):
         (
             ["generate", V3, "--prompt", "x", "--speculate", "3", "--tree", "2x1"],
             "--tree is not allowed with --speculate",
+        ),
+        (["generate", V3, "--prompt", "x", "--draft", "ngram:3"], "--draft needs --speculate or --tree"),
+        (
+            ["generate", V3, "--prompt", "x", "--speculate", "2", "--draft", "ngram:0"],
+            "--draft 'ngram:0' must be a folder, or ngram:N with N from 1 to 64",
         ),
         (["generate", V3, "--prompt", "x", "--tree", "2x0"], "--tree '2x0' must be widths of at least 1 joined by x"),
         (["generate", V3, "--prompt-ids", "1,258"], "a prompt holds token 258, must be 0 to 257"),

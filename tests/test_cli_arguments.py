@@ -199,6 +199,7 @@ def right_lines(draw):
         else:
             kind = {
                 "--tree": trees,
+                "--draft": st.sampled_from(["ngram:1", "ngram:64", "."]),
                 "--shape": shapes,
                 "--latent": st.sampled_from(["1+0", "65536+65536"]),
                 "--kv-lens": st.sampled_from(["7,63*16"]),

@@ -9,6 +9,7 @@ from mla_attn.bench import output
 from mla_attn.bench.configs import CONFIGS
 from mla_attn.bench.ops import shapes
 from mla_attn.cli.options import (
+    DRAFT,
     FOLDER,
     INT32_MAX,
     MOST_BATCH,
@@ -83,8 +84,15 @@ def _generate(parser: Parser) -> None:
     )
     add("--max-new-tokens", integer(1, INT32_MAX), default=64, metavar="N", help="most tokens per prompt (default 64)")
     speculate = integer(0, MOST_DRAFTS)
-    add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)")
+    add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step (default 0)")
     add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
+    add(
+        "--draft",
+        DRAFT,
+        metavar="CHECKPOINT",
+        help="a smaller checkpoint that drafts, or ngram:N to draft from the text itself by its last N tokens, as "
+        "ngram:3 (default: the MTP layer)",
+    )
     add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="sample at this temperature (default 0: greedy)")
     add("--top-k", integer(0, INT32_MAX), default=0, metavar="K", help="keep the K likeliest tokens (default 0: all)")
     top_p = number(0, 1, above=True)
@@ -100,7 +108,7 @@ def _generate(parser: Parser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    _runs(parser, "mla_attn.cli.generate", _check_drafts)
+    _runs(parser, "mla_attn.cli.generate", _check_generate)
 
 
 def _implementation(parser: Parser) -> None:
@@ -112,6 +120,12 @@ def _implementation(parser: Parser) -> None:
 def _check_drafts(options: argparse.Namespace) -> None:
     if options.tree and options.speculate not in (0, (0,)):
         raise ValueError("--tree is not allowed with --speculate: a chain is the tree 1x1x...")
+
+
+def _check_generate(options: argparse.Namespace) -> None:
+    _check_drafts(options)
+    if options.draft is not None and not (options.tree or options.speculate):
+        raise ValueError("--draft needs --speculate or --tree")
 
 
 def _bench_ops(parser: Parser) -> None:

@@ -9,9 +9,11 @@ import sys
 
 import jax.numpy as jnp
 
-from mla_attn.engine import Engine, SamplingParams
+from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams
+from mla_attn.engine.sizes import draft_limits
 from mla_attn.models import check_model_fits, open_checkpoint
 from mla_attn.models.tokenizer import IdTokenizer, load_tokenizer
+from mla_attn.passes import check_drafts
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
 
@@ -68,10 +70,16 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
     model = checkpoint.model
     _check_prompts(options, prompts, model)
     widths = options.tree or (1,) * options.speculate
-    tree = DraftTree(widths) if widths else None
-    if tree is not None and not model.can_draft:
-        raise ValueError(f"{options.checkpoint}: {model.draft_refusal}")
-    drafts, page_size = tree.size - 1 if tree else 0, options.page_size
+    trees, page_size = (DraftTree(widths),) if widths else (), options.page_size
+    drafting = open_checkpoint(options.draft, dtype=model.dtype) if isinstance(options.draft, str) else None
+    draft = NgramDrafts(options.draft) if isinstance(options.draft, int) else drafting and DraftModel(drafting.model)
+    if trees:
+        try:
+            check_drafts(draft, model, trees)
+        except ValueError as reason:
+            raise ValueError(f"{options.draft or options.checkpoint}: {reason}") from None
+    limits = draft_limits(draft, trees)
+    drafts = limits["verify_rows"] - 1 + limits["rows_ahead"]
     lengths = [len(prompt) + options.max_new_tokens for prompt in prompts]
     pages = [-(-(length + drafts) // page_size) for length in lengths]
     if options.num_pages is not None and options.num_pages < max(pages):
@@ -79,7 +87,8 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
             f"--num-pages {options.num_pages} must be at least {max(pages)}: the longest prompt needs them"
         )
     num_pages = options.num_pages or sum(pages)
-    check_model_fits(model, num_pages=num_pages, page_size=page_size)
+    for each in (model, *([drafting.model] if drafting else [])):
+        check_model_fits(each, num_pages=num_pages, page_size=page_size)
     parameters = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,
@@ -88,7 +97,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
             top_k=options.top_k,
             top_p=options.top_p,
             seed=(options.seed + number) % 2**32,  # equal prompts get different texts
-            speculation=tree,
+            speculation=trees[0] if trees else None,
         )
         for number in range(len(prompts))
     ]
@@ -99,7 +108,8 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         num_pages=num_pages,
         page_size=page_size,
         max_len=max(lengths),
-        speculation=() if tree is None else (tree,),
+        speculation=trees,
+        draft=DraftModel(drafting.load()) if drafting else draft,
         prompt_tokens=min(options.prefill_chunk or 2048, sum(map(len, prompts))),
         max_waiting=len(prompts),
         batches=(max_batch,),  # one program of each kind, because a short run spends most of its time compiling

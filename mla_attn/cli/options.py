@@ -15,6 +15,7 @@ MOST_SEED = 2**32 - 1
 MOST_DRAFTS = 255  # drafts of a chain or tree, so that a verify pass has at most 256 rows per request
 MOST_BATCH = 4096
 MOST_PAGE_SIZE = 65536  # tokens
+MOST_NGRAM = 64  # tokens that drafts from n-grams match
 MOST_VALUES = 16  # values of an option that takes several
 
 
@@ -119,6 +120,11 @@ def words(*allowed: str) -> Kind:
     return Kind(parse, f"one of {', '.join(allowed)}, or several with commas between")
 
 
+def _draft(text: str) -> str | int:
+    """A folder as text, or the N of n-grams."""
+    return integer(1, MOST_NGRAM).parse(text[6:]) if text.startswith("ngram:") else FOLDER.parse(text)
+
+
 def _tree(text: str) -> tuple[int, ...]:
     parts = text.split("x")
     if not all(re.fullmatch(r"[1-9][0-9]{,3}", part) for part in parts):
@@ -132,6 +138,7 @@ def _tree(text: str) -> tuple[int, ...]:
     return widths
 
 
+DRAFT = Kind(_draft, f"a folder, or ngram:N with N from 1 to {MOST_NGRAM}")
 TREE = Kind(_tree, f"widths of at least 1 joined by x, as 3x2x1, of at most {MOST_DRAFTS} drafts together")
 
 

@@ -23,13 +23,13 @@ def ngram_drafts(text: Int[Array, "B L"], lens: Int[Array, "B"], tree: DraftTree
         Tokens of all nodes except the anchor; -1 for nodes without a match and for their descendants.
     """
     text, lens, n = as_int32("text", text), as_int32("lens", lens), check_integer("n", n, 1)
-    at = lens[:, None] - n + jnp.arange(n, dtype=jnp.int32)
+    at = lens[:, None] - n + jnp.arange(n, dtype=jnp.int32)[None]
     last = jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1, mode="clip")
     suffixes = jnp.where(at >= 0, last, -1)[:, None]  # [B, nodes of the level, n]; a suffix with -1 matches nothing
     drafts = []
     for width in tree.widths:
         children = _followers(text, lens, suffixes, width)
-        drafts.append(children.reshape(text.shape[0], -1))
+        drafts.append(children.reshape(text.shape[0], suffixes.shape[1] * width))
         before = jnp.repeat(suffixes[:, :, 1:], width, axis=1)
         suffixes = jnp.concatenate([before, drafts[-1][:, :, None]], axis=2)
     return jnp.concatenate(drafts, axis=1)
@@ -38,12 +38,12 @@ def ngram_drafts(text: Int[Array, "B L"], lens: Int[Array, "B"], tree: DraftTree
 def _followers(text, lens, suffixes, width: int):
     """The ``width`` tokens that follow the longest matches of each suffix, [B, nodes, width]."""
     room, n = text.shape[1], suffixes.shape[2]
-    place = jnp.arange(room, dtype=jnp.int32)
-    matched, run = True, 0
+    place = jnp.arange(room, dtype=jnp.int32)[None, None]
+    matched, run = jnp.bool_(True), jnp.int32(0)
     for k in range(n):  # distance back from the token that follows
         before = jnp.pad(text, ((0, 0), (k + 1, 0)), constant_values=-2)[:, :room]
         matched &= before[:, None] == suffixes[:, :, n - 1 - k, None]
-        run += matched
+        run += matched.astype(jnp.int32)
     there = (run > 0) & (place < lens[:, None, None])
     score = jnp.where(there, run * room + place, -1)
     children = []

@@ -335,6 +335,19 @@ def test_faults_anywhere(engine, caplog):
     assert traffic.faults.total() > 20 and reasons["length"] + reasons["stop"] > 40
 
 
+@pytest.mark.parametrize("name", ["windows", pytest.param("ngrams", marks=pytest.mark.slow)])
+def test_faults_anywhere_of_other_cache_groups(name, caplog, unchecked):
+    """Windows, a draft model beside the target, drafts from texts: all tables begin anew together."""
+    caplog.set_level(logging.CRITICAL)
+    engine = soak.warm_engine(4, 18, name)
+    traffic = Soak(engine, 0, raises=0.05, places=soak.PLACES)
+    old = engine.model
+    new = with_weights(old, embed_tokens__embedding=lambda w: jnp.roll(w, 1, axis=0))
+    reasons = traffic.run(40, [new, old])
+    assert traffic.faults.total() > 10 and reasons["length"] + reasons["stop"] > 25
+    assert_idle(engine)
+
+
 def test_points_are_where_signals_arrive():
     """After a call and where a loop goes round, and each of them raises what it is told to."""
     scheduler = small_engine()._scheduler
@@ -348,21 +361,23 @@ def test_points_are_where_signals_arrive():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mla", "windows"])
 @pytest.mark.parametrize("number", range(len(soak.GEOMETRIES)))
-def test_a_round_of_the_soak(number, caplog, unchecked):
+def test_a_round_of_the_soak(number, name, caplog, unchecked):
     """One for each page size; `python -m tests.soak` goes on with them."""
     caplog.set_level(logging.CRITICAL)
-    done = soak.one_round(0, number)
-    engine = soak.warm_engine(*soak.GEOMETRIES[number])
+    done = soak.one_round(0, number, name)
+    engine = soak.warm_engine(*soak.GEOMETRIES[number], name)
     assert len(done.found) == soak.ROUND and len(done.faults) >= 5  # places
     assert engine.statistics.preemptions > 0 and engine.statistics.reused_tokens > 0
 
 
 @pytest.mark.slow
-def test_five_hundred_requests_on_a_bad_day(caplog, unchecked):
+@pytest.mark.parametrize("name", ["mla", "windows"])
+def test_five_hundred_requests_on_a_bad_day(name, caplog, unchecked):
     """Cancellations, callbacks that raise, faults, preemptions and two changes of weights."""
     caplog.set_level(logging.CRITICAL)
-    engine = small_engine()
+    engine = small_engine(**soak.drafted(name))
     engine.warm_up(progress=False)
     old = engine.model
     new = with_weights(old, embed_tokens__embedding=lambda w: jnp.roll(w, 1, axis=0))
