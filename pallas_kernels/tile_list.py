@@ -1,11 +1,11 @@
-"""The list of tiles of a grouped matmul: which rows, of which group, a thread block multiplies at a time.
+"""The list of tiles of a grouped matmul: the rows of one group that a thread block multiplies at a time.
 
-Rows are sorted by group. TMA copies begin at multiples of ``ALIGNED`` rows only, so a tile is ``tile_rows`` rows from
-such a multiple on, of which those from ``begin`` to ``end`` are its group's. Rows after the last group are one more
+Rows are sorted by group. TMA copies begin only at multiples of ``ALIGNED`` rows, so a tile has ``tile_rows`` rows from
+such a multiple on, and its group's rows are those from ``begin`` to ``end``. Rows after the last group form one more
 group, whose result is zero.
 
-The list is computed in JAX, on the device, with static shapes. Prefix sums are sums over pairs of groups: one small
-kernel each, where XLA's own take ten, and shared by all products of a program that have the same sizes.
+The list is computed in JAX, on the device, with static shapes. Prefix sums are computed as sums over pairs of groups,
+which is one small kernel each (XLA's own take ten), shared by all products of a program with the same sizes.
 """
 
 import functools
@@ -34,7 +34,7 @@ def tile_list(sizes: Int32[Array, "E"], *, num_rows: int, tile_rows: int) -> Int
         num_rows: rows of all groups, at least 1.
         tile_rows: rows of a tile, a multiple of ``ALIGNED``.
     """
-    sizes, groups = jnp.clip(sizes, 0, num_rows), sizes.shape[0]  # or sums of them could overflow
+    sizes, groups = jnp.clip(sizes, 0, num_rows), sizes.shape[0]  # so that sums cannot overflow
     before = jnp.tri(groups + 1, groups, k=-1, dtype=bool)
     starts = jnp.minimum(jnp.where(before, sizes[None], 0).sum(axis=1), num_rows)
     ends = jnp.append(starts[1:], num_rows).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Compiles an engine's programs before they are asked for, or while it serves."""
+"""Ahead-of-time compilation of an engine's programs, before it serves or in the background."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(engine: "Engine", *, progress: bool, background: bool) -> float:
-    """As ``Engine.warm_up``, without its lock."""
+    """Implements ``Engine.warm_up``, without its lock."""
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (engine._passes.state, engine._device))
     if background:
         weak = weakref.ref(engine)
@@ -30,11 +30,11 @@ def warm_up(engine: "Engine", *, progress: bool, background: bool) -> float:
 
 def _work(weak: "weakref.ref[Engine]", programs, arguments, progress: bool) -> None:
     def wanted() -> bool:
-        return weak() is not None and threading.main_thread().is_alive()  # else Python ends, once this thread does
+        return weak() is not None and threading.main_thread().is_alive()  # when Python exits, stop
 
     try:
         seconds = compile_all(programs, *arguments, progress=progress, wanted=wanted)
-    except Exception:  # any: the call that needs the program compiles it, and raises
+    except Exception:  # any, because the call that needs the program will compile it and raise
         logger.exception("a program did not compile ahead of time")
         return
     if (engine := weak()) is not None:

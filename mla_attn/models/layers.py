@@ -10,13 +10,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # JAX's GELU is the tanh form
-_LEAST_ROWS = 8  # of a product
+_LEAST_ROWS = 8  # least rows of a product
 
 
 class Linear(nnx.Module):
     """``x @ kernel``, plus ``bias`` if there is one, accumulated in float32; ``kernel`` is [in, out].
 
-    Not ``nnx.Linear``, because the precision must follow the dtype and the heads want the float32 accumulator itself.
+    ``nnx.Linear`` is not used, because the precision must follow the dtype and heads need the float32 accumulator.
     """
 
     def __init__(self, dim_in: int, dim_out: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
@@ -45,7 +45,7 @@ class Embedding(nnx.Module):
         return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
 
     def attend(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
-        """Float32 logits of a tied head."""
+        """Float32 logits, with the embedding as the head."""
         return dot(x, self.embedding[...].T)
 
 
@@ -84,15 +84,15 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
 
 
 def _precision(x: Array) -> jax.lax.Precision:
-    # GPUs multiply float32 in TF32 unless told otherwise; for bfloat16 operands there is nothing to gain.
+    # By default GPUs multiply float32 in TF32; products of bfloat16 are exact anyway.
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def dot(x, kernel):
     """Product over the last axis of ``x`` and the first of ``kernel``, in float32."""
     if x.size == x.shape[-1]:
-        # XLA makes a multiplication and a sum of one row times a matrix, and on GPUs writes the numbers in between to
-        # memory, in float32. Zeros beside the row keep it a product.
+        # XLA turns a product of one row and a matrix into a multiplication and a sum, and on GPUs writes the float32
+        # products to memory. With rows of zeros added it stays a matrix product.
         rows = jnp.pad(x.reshape(1, -1), ((0, _LEAST_ROWS - 1), (0, 0)))
         return dot(rows, kernel)[:1].reshape(*x.shape[:-1], -1)
     return jnp.matmul(x, kernel, precision=_precision(x), preferred_element_type=jnp.float32)
@@ -100,8 +100,8 @@ def dot(x, kernel):
 
 def einsum(equation, x, kernel):
     """``jnp.einsum`` at the precision of ``dot``, in the dtype of ``x``."""
-    # Asked for in the type of x, not in float32, the type of its sums anyway: XLA on CPUs with bf16 units refuses some
-    # batched bf16 products with float32 output.
+    # The output has the dtype of x, not float32 (sums are float32 anyway), because XLA on CPUs with bf16 units refuses
+    # some batched bf16 products with float32 output.
     return jnp.einsum(equation, x, kernel, precision=_precision(x), preferred_element_type=x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: as DeepSeek builds them (a router, routed experts and shared ones), and as gpt-oss does."""
+"""Mixtures of experts: DeepSeek's (a router, routed and shared experts), and gpt-oss's."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from mla_attn.ops.grouped_matmul import grouped_matmul
 
 
 class MoE(nnx.Module):
-    """Routed experts, each token in its own few, plus shared experts that every token passes through."""
+    """Routed experts, of which each token passes through a few, plus shared experts for every token."""
 
     def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
         dim, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
@@ -46,14 +46,15 @@ def through_experts(
     count: int,
     run: Callable[[Array, Array, Array], Array],
 ) -> Float[Array, "T dim"]:
-    """Sort the (token, expert) pairs by expert, run each expert over its run of rows, and sum per token, weighted.
+    """Sorts the (token, expert) pairs by expert, runs each expert over its rows, and sums the weighted results.
 
     Args:
-        x: a row a token.
-        experts: of each token.
-        weights: of their results.
-        count: experts there are.
-        run: from rows in runs [T * k, dim], the size of each expert's run, and the expert of each row, to results.
+        x: one row per token.
+        experts: experts of each token.
+        weights: weights of their results.
+        count: number of experts.
+        run: function from rows sorted by expert [T * k, dim], the number of rows of each expert, and the expert of each
+            row, to results.
     """
     chosen = experts.reshape(-1)
     order = jnp.argsort(chosen)
@@ -63,7 +64,7 @@ def through_experts(
 
 
 class Router(nnx.Module):
-    """Chooses the experts of each token; float32 whatever the model's dtype, because near ties flip experts."""
+    """Chooses the experts of each token. It computes in float32 for any model dtype, because near ties flip experts."""
 
     def __init__(self, config: DeepseekConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -74,10 +75,10 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "T dim"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """Experts of each token and their weights (arXiv:2405.04434 section 2.2.2, arXiv:2412.19437 section 2.1.2).
 
-        ``greedy``: the best k. ``group_limited_greedy``: the best k of the groups with the best expert. ``noaux_tc``:
-        the same with groups judged by their best two, a learned bias added for choosing but not for weighing. With
-        ``norm_topk_prob`` weights are normed and then scaled, for all three: V2's published code scales only weights
-        that are not normed.
+        ``greedy`` takes the best k. ``group_limited_greedy`` takes the best k of the groups with the best experts.
+        ``noaux_tc`` does the same, but ranks groups by their best two, and adds a learned bias for the choice but not
+        to the weights. With ``norm_topk_prob`` all three normalise the weights and then scale them; V2's published code
+        scales only weights that are not normalised.
         """
         config = self.config
         scores = dot(x.astype(jnp.float32), self.kernel[...])
@@ -100,7 +101,7 @@ class Router(nnx.Module):
 def _keep_groups(scores: Float[Array, "T experts"], groups: int, kept: int, *, best: int):
     """Scores with -inf outside the ``kept`` groups whose ``best`` highest scores sum highest.
 
-    -inf and not 0: a biased score may be negative, and a dropped expert must never win.
+    They are -inf and not 0, because a biased score may be negative, and a dropped expert must never win.
     """
     grouped = scores.reshape(scores.shape[0], groups, -1)
     group_scores = jax.lax.top_k(grouped, best)[0].sum(axis=-1)
@@ -113,7 +114,7 @@ class ClampedMoE(nnx.Module):
     """The experts of gpt-oss: biases throughout, clamped SwiGLU (Hugging Face's code published with the checkpoints).
 
     An expert is ``down(min(gate, c) * sigmoid(1.702 min(gate, c)) * (clip(up, -c, c) + 1))``. The weights of a token's
-    experts are the softmax over their router logits alone.
+    experts are the softmax over only their router logits.
     """
 
     def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):

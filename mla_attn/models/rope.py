@@ -48,8 +48,8 @@ class Yarn:
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def stretched(self, dim: int, theta: float) -> np.ndarray:
-        """How far each pair's frequency is divided by ``factor``: 0 below the pair that makes ``beta_fast`` turns in
-        the trained context, 1 above the pair that makes ``beta_slow``, linear in the pair's index between them."""
+        """Weight of the division by ``factor`` for each pair: 0 below the pair that makes ``beta_fast`` turns in the
+        trained context, 1 above the pair that makes ``beta_slow``, linear in the pair's index between them."""
 
         def pair_turning(turns: float) -> float:
             wavelength = self.original_max_position_embeddings / turns
@@ -80,10 +80,10 @@ class Llama3:
     low_freq_factor: float
     high_freq_factor: float
 
-    rotation_scale = 1.0  # of cos and sin
+    rotation_scale = 1.0  # factor of cos and sin
 
     def stretched(self, dim: int, theta: float) -> np.ndarray:
-        """How far each pair's frequency is divided by ``factor``: linear in its turns between the two factors."""
+        """Weight of the division by ``factor`` for each pair: linear in its turns between the two factors."""
         frequencies = theta ** (-2.0 * np.arange(dim // 2) / dim)
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -96,8 +96,8 @@ RopeScaling = Yarn | Llama3
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """Radians per position of each of the ``dim // 2`` pairs, float32.
 
-    Scaled ones are a blend of ``theta ** (-2 i / dim)`` and the same over ``factor``. It applies at every length, short
-    ones included: the model was trained so.
+    Scaled frequencies are a blend of ``theta ** (-2 i / dim)`` and that divided by ``factor``. Scaling applies at every
+    length, also short ones, as in training.
     """
     trained = theta ** (-2.0 * np.arange(dim // 2, dtype=np.float64) / dim)
     if scaling is None:
@@ -122,16 +122,15 @@ def rotate(
     *,
     interleaved: bool = True,
 ) -> Float[Array, "T *heads E"]:
-    """Rotate pairs of the last axis, in float32; result in the dtype of ``x``.
+    """Rotates pairs of the last axis, in float32; the result has the dtype of ``x``.
 
-    Pairs are ``(x[2i], x[2i + 1])`` if interleaved, as DeepSeek checkpoints order the rope dimensions, and otherwise
-    ``(x[i], x[i + E/2])``, as those of other families do. They stay where they are, as in the caches of the engines
-    that serve these models; any other order, the same for queries and keys, would give the same scores but other cache
-    bytes.
+    Pairs are ``(x[2i], x[2i + 1])`` if interleaved, as in DeepSeek checkpoints, and otherwise ``(x[i], x[i + E/2])``,
+    as in other families. The order of channels does not change, as in the caches of other engines; another order, the
+    same for queries and keys, would give the same scores but other cache bytes.
     """
     heads = (1,) * (x.ndim - 2)
     cos, sin = (t.reshape(t.shape[0], *heads, t.shape[1]) for t in (cos, sin))
-    axis = -1 if interleaved else -2  # of the two of a pair
+    axis = -1 if interleaved else -2  # axis of the two elements of a pair
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, -1)))
     first, second = (jnp.take(pairs, i, axis=axis) for i in (0, 1))
     turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis)
