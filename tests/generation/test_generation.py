@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import helpers
 from checkpoints import V2, V3
 from mla_attn import metadata as build
 from mla_attn.generation import generate
@@ -165,9 +166,17 @@ def test_prompts_in_one_batch(name, page_size, chunk):
     assert len(recording.named("extend")) == (0 if chunk is None else -(-300 // 7) - 1)
 
 
+@pytest.fixture
+def one_row_is_written_in_place(monkeypatch):
+    """Programs that are compiled as conftest.py has it copy the whole pool where they write a single row."""
+
+    compile_ = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_(lowered, helpers.FUSED))
+
+
 @slow
 @pytest.mark.parametrize(("name", "page_size", "chunk"), [("v3", 64, 7), ("v2", 64, None)])
-def test_prompts_alone(name, page_size, chunk):
+def test_prompts_alone(name, page_size, chunk, one_row_is_written_in_place):
     for i in BATCH:
         new = TOTAL - len(expected(name)[i].prompt)
         check_plain(name, run(name, page_size, chunk, prompts=(i,), new=new), prompts=(i,))

@@ -16,7 +16,8 @@ from mla_attn.ops import quantize_queries
 from mla_attn.specs import GQASpec, MLASpec
 
 # Compiler options of tests that promise bits, compiled as users' programs are; conftest.py has others compiled quickly.
-OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_backend_extra_options": ""}
+FUSED = {"xla_backend_extra_options": ""}
+OPTIMIZED = FUSED | {"xla_backend_optimization_level": 3}
 
 
 @dataclasses.dataclass(frozen=True)
