@@ -6,7 +6,7 @@
 # Compiled Python is kept, whatever the shell says: without it every test process compiles all files for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-CHECKPOINT := tests/fixtures/deepseek-v3-tiny
+CHECKPOINT := $(addprefix tests/fixtures/,deepseek-v3-tiny llama3-tiny-fp8kv qwen3-tiny gemma2-tiny gpt-oss-tiny)
 # Two processes, a file in one of them: most of a test's time is tracing and compiling, on one core.
 PYTEST := .venv/bin/python -m pytest -n 2 --dist loadfile
 JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
@@ -14,7 +14,7 @@ JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s%s\n", $$1, $$2 }'
 
-demo: .venv/installed-demo ## Generate text from a small DeepSeek-V3 checkpoint, plain and speculative
+demo: .venv/installed-demo ## Generate text from a small checkpoint of each family, of DeepSeek-V3 also speculatively
 	@.venv/bin/mla-attn demo $(CHECKPOINT)
 
 quick: .venv/installed-test ## Run the tests for an inner loop: one dtype, one layout, no engine traffic

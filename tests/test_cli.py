@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints import V2, V3
+from checkpoints import GPT_OSS, V2, V3
 from mla_attn import cli
 from mla_attn.cli import demo, generate
 from mla_attn.cli.arguments import make_parser
@@ -376,7 +376,6 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3], "one of the arguments --prompt --prompt-ids --prompts-file is required"),
         (["generate", V3, "--prompt", "x", "--implementation", "cuda"], "invalid choice: 'cuda'"),
         (["generate", V3, "--prompt", "x", "--dtype", "float16"], "invalid choice: 'float16'"),
-        (["demo", V2], "no MTP layer to draft with: num_nextn_predict_layers=0; demo needs one"),
         (["demo", "/no/such/folder"], "/no/such/folder"),
         (["translate"], "invalid choice: 'translate'"),
         ([], "the following arguments are required: COMMAND"),
@@ -403,9 +402,12 @@ def test_supports(call):
 
 @pytest.mark.slow
 def test_demo(call):
-    status, out, err = call("demo", V3)
+    """Of a checkpoint with an MTP layer and of one without, in a row."""
+    status, out, err = call("demo", V3, GPT_OSS)
     assert (status, err) == (0, "")
-    plain, speculative = out.split("\nplain: ")[1].split("\nspeculative, K = 3: ")
+    _, first, second = out.split("\nplain: ")
+    assert second.count("288 tokens in") == 1 and "speculative" not in second
+    plain, speculative = first.split("\nspeculative, K = 3: ")
     for text in (plain, speculative):
         assert "[0] This program is free software" in text
         assert "[1] Permission is hereby granted" in text

@@ -37,13 +37,19 @@ _MOST_TRACE = 10**8  # tokens of all requests in a trace, which is generated as 
 @functools.cache
 def make_parser() -> Parser:
     """The parser of all commands. It sets ``run`` to a module's name, and ``check`` to a function of the options."""
-    parser = Parser(prog="mla-attn", description="Paged multi-head latent attention in JAX.")
+    parser = Parser(prog="mla-attn", description="Paged attention in JAX, latent and grouped-query.")
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_commands("COMMAND")
 
-    _generate(commands.add_parser("generate", help="generate text from a DeepSeek checkpoint"))
-    demo = commands.add_parser("demo", help="generate plain, then speculatively, and compare")
-    demo.add("checkpoint", FOLDER, metavar="CHECKPOINT", help="folder of a checkpoint with an MTP layer")
+    _generate(commands.add_parser("generate", help="generate text from a checkpoint"))
+    demo = commands.add_parser("demo", help="generate plain, with an MTP layer also speculatively, and compare")
+    demo.add(
+        "checkpoints",
+        FOLDER,
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="folder of a checkpoint, or several; those with an MTP layer also generate speculatively",
+    )
     _runs(demo, "mla_attn.cli.demo")
 
     bench = commands.add_parser("bench", help="time attention ops, whole models or the engine")

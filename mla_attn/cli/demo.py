@@ -16,16 +16,19 @@ _DRAFTS = 3
 
 
 def main(options: argparse.Namespace) -> int:
-    """Generates plain, then with drafts. Exit status: 1 if the tokens differ, else 0."""
-    tokenizer = load_tokenizer(options.checkpoint)
-    checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.float32)
-    if not checkpoint.model.can_draft:
-        raise ValueError(f"{options.checkpoint}: {checkpoint.model.draft_refusal}; demo needs one")
+    """Generates by each checkpoint. Exit status: 1 if the tokens with and without drafts differ, else 0."""
+    same = [_show(checkpoint) for checkpoint in options.checkpoints]
+    return 0 if all(same) else 1
+
+
+def _show(folder: str) -> bool:
+    """Generates plain and, if the model has an MTP layer, with its drafts; returns whether the tokens are the same."""
+    tokenizer = load_tokenizer(folder)
+    model = open_checkpoint(folder, dtype=jnp.float32).load()
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    model = checkpoint.load()
-    print(f"{options.checkpoint}: {model.config.num_hidden_layers} layers, float32, on {jax.devices()[0].device_kind}")
-    results = {}
-    for title, drafts in (("plain", 0), (f"speculative, K = {_DRAFTS}", _DRAFTS)):
+    print(f"{folder}: {model.config.num_hidden_layers} layers, float32, on {jax.devices()[0].device_kind}")
+    results = []
+    for title, drafts in (("plain", 0), (f"speculative, K = {_DRAFTS}", _DRAFTS))[: 1 + model.can_draft]:
         print(f"\n{title}: {len(prompts)} prompts as one batch, the first shown as it comes (programs compile first)")
         show = Printer(tokenizer, prefix=f"  [0] {PROMPTS[0]}")
         result = generate(
@@ -42,9 +45,11 @@ def main(options: argparse.Namespace) -> int:
                 print(f"\n  [{number}] {PROMPTS[number]}{tokenizer.decode(tokens)}", end="")
         seconds = result.statistics.prefill_seconds + result.statistics.decode_seconds
         print(f"\n{summary(result.statistics, seconds)}")
-        results[title] = result
-    plain, speculative = results.values()
-    same = plain.tokens == speculative.tokens
-    print(f"\nsame tokens from both: {'yes' if same else 'NO'}")
-    print(f"target steps: {plain.statistics.target_steps} plain, {speculative.statistics.target_steps} speculative")
-    return 0 if same else 1
+        results.append(result)
+    same = results[0].tokens == results[-1].tokens
+    if len(results) > 1:
+        steps = [result.statistics.target_steps for result in results]
+        print(f"\nsame tokens from both: {'yes' if same else 'NO'}")
+        print(f"target steps: {steps[0]} plain, {steps[1]} speculative")
+    print()
+    return same

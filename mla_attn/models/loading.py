@@ -113,7 +113,7 @@ def _warn(folder: Path, config: Config, tensors: dict[str, Stored], *, drafts: b
             config.num_nextn_predict_layers,
         )
     if scales := sorted(name for name in tensors if _is_cache_scale(name, config)):
-        logger.warning("%s: scales of an FP8 cache are passed over, the cache is none: %s", folder, some(scales))
+        logger.warning("%s: scales of an FP8 cache are passed over, the cache is none: %s", folder, some(scales, 2))
 
 
 def read_config(folder: Path) -> Config:
