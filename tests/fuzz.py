@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+import float8
 import helpers
 from mla_attn.dispatch import Implementation, current_device
 from mla_attn.ops import gqa, gqa_attention, mla, mla_attention
@@ -55,6 +56,8 @@ class Case:
     layers: int
     widths: tuple[int, int]
     dtype: str
+    cache: str | None  # a float8 format
+    float8_queries: bool
     layout: str
     causal: bool
     window: int | None
@@ -73,8 +76,11 @@ class Case:
         dtype = str(rng.choice(["float32", "bfloat16", "float16"], p=[0.45, 0.45, 0.1]))
         kv_heads = int(rng.choice([0, 1, 2, 5]))
         heads, widths = (1, 2, 3, 8, 16, 20), (DIMS if kv_heads else LATENTS)[dtype]
+        widths = widths[rng.integers(len(widths))]
         columns = max_q_len + int(rng.integers(0, 6))
         windows = [w for w in (1, 5, 12, 64) if not tree or w >= columns]
+        caches = [None, None, *float8.CACHES] if not kv_heads and widths[0] % 128 == 0 else [None, *float8.LARGEST]
+        cache = caches[rng.integers(len(caches))]
         return cls(
             kv_heads=kv_heads,
             pool_layout=str(rng.choice(["nhd", "hnd", "interleaved"])),
@@ -85,8 +91,10 @@ class Case:
             page_size=page_size,
             table_width=-(-max(longest, max_q_len) // page_size) + 1,
             layers=int(rng.choice([1, 3])),
-            widths=widths[rng.integers(len(widths))],
+            widths=widths,
             dtype=dtype,
+            cache=cache,
+            float8_queries=dtype == "bfloat16" and bool(rng.random() < 0.3),
             layout=str(rng.choice(["dense", "packed"])),
             causal=causal,
             window=int(rng.choice(windows)) if causal and rng.random() < 0.3 else None,
@@ -101,7 +109,9 @@ class Case:
         return (gqa if self.kv_heads else mla).IMPLEMENTATIONS
 
     def make(self, seed: int, **sizes) -> helpers.PagedBatch | helpers.KVBatch:
-        return (helpers.kv_batch if self.kv_heads else helpers.poisoned_batch)(seed, **self.sizes(), **sizes)
+        make = helpers.kv_batch if self.kv_heads else helpers.poisoned_batch
+        batch = make(seed, **self.sizes(), **sizes)
+        return helpers.quantized(batch) if self.float8_queries else batch
 
     @functools.cached_property
     def smallest(self) -> helpers.PagedBatch | helpers.KVBatch:
@@ -118,6 +128,7 @@ class Case:
             tree=self.tree_columns is not None,
             sinks=self.sinks,
             batch_invariant=self.batch_invariant,
+            q_dtype=self.smallest.queries[0].dtype,
         )
         return implementation.supports(call, current_device())
 
@@ -133,6 +144,7 @@ class Case:
             "window": self.window,
             "soft_cap": self.soft_cap,
             "dtype": jnp.dtype(self.dtype),
+            "cache": self.cache,
             "layout": self.layout,
             "max_q_len": self.max_q_len,
             "table_width": self.table_width,
@@ -183,7 +195,7 @@ def compiled(case: Case, implementation: str):
     spec, op = case.smallest.spec, gqa_attention if case.kv_heads else mla_attention
 
     @jax.jit
-    def run(queries, pool, metadata, layer, tree_mask, sinks):
+    def run(queries, pool, metadata, layer, tree_mask, sinks, q_scale):
         result = op(
             *queries,
             pool,
@@ -193,6 +205,7 @@ def compiled(case: Case, implementation: str):
             causal=case.causal,
             tree_mask=tree_mask,
             sinks=sinks,
+            q_scale=q_scale,
             return_lse=sinks is None,
             implementation=implementation,
             batch_invariant=case.batch_invariant,
@@ -205,11 +218,9 @@ def compiled(case: Case, implementation: str):
 def check(case: Case, run, batch, mask, sinks, expected) -> str | None:
     """What is wrong with one result, or None."""
     extra = (None if x is None else jnp.asarray(x) for x in (mask, sinks))
-    out, lse = run(batch.queries, batch.pool, batch.metadata, np.int32(batch.layer), *extra)
+    out, lse = run(batch.queries, batch.pool, batch.metadata, np.int32(batch.layer), *extra, batch.q_scale)
     try:
-        helpers.assert_attention_close(
-            out, lse, expected[0], expected[1], visible_v_max=expected[2], dtype=jnp.dtype(case.dtype)
-        )
+        helpers.assert_attention_close(out, lse, expected[0], expected[1], visible_v_max=expected[2], dtype=batch.dtype)
     except AssertionError as error:
         return str(error)
     return None

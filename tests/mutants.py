@@ -57,6 +57,8 @@ class Mutant:
 BLOCKWISE = "mla_attn/xla/blockwise.py"
 WORK = "pallas_kernels/work_list.py"
 MOSAIC = "mla_attn/mosaic_gpu/mla.py"
+FORMATS = "cache/formats.py"
+FLOAT8 = "tests/cache/test_float8.py::"
 
 # fmt: off
 MUTANTS = (
@@ -71,7 +73,7 @@ MUTANTS = (
     Mutant("tree hides the prefix", BLOCKWISE, "return bits | (column < 0)[:, None, :]", "return bits & (column >= 0)[:, None, :]", XLA + "test_tree"),
     Mutant("LSE in base 2", BLOCKWISE, "m + jnp.log(", "m + jnp.log2(", XLA + "test_lengths_and_mixed_rows"),
     Mutant("running sum not rescaled", BLOCKWISE, "l * alpha + p.sum(axis=-1)", "l + p.sum(axis=-1)", XLA + "test_scale_and_large_scores"),
-    Mutant("scale squared", BLOCKWISE, "scores = rules.scale * jnp.einsum(", "scores = rules.scale**2 * jnp.einsum(", XLA + "test_lengths_and_mixed_rows"),
+    Mutant("scale squared", BLOCKWISE, "index, scale = tile + lanes, rules.scale\n", "index, scale = tile + lanes, rules.scale**2\n", XLA + "test_lengths_and_mixed_rows"),
     Mutant("soft cap forgotten", "mla_attn/xla/mla.py", "spec.window, spec.soft_cap, tree_mask, sinks)", "spec.window, None, tree_mask, sinks)", XLA + "test_soft_cap"),
     Mutant("stride ignored", BLOCKWISE, "slots * batch.kv_stride)[:, None, :]", "slots)[:, None, :]", XLA + "test_strided_positions"),
     Mutant("tile size follows the mode", "mla_attn/xla/paged.py", "tile=1 if batch_invariant else None", "tile=None", "tests/xla/test_blockwise.py::test_invariant_cuts_follow_neither_mode_nor_batch"),
@@ -183,13 +185,32 @@ MUTANTS = (
     Mutant("a mask's last word forgotten", "pallas_kernels/tree_words.py", "words = -(-keys // BITS)", "words = max(keys // BITS, 1)", ADAPTER + "test_tree_words"),
     Mutant("a sink counted twice", "mla_attn/xla/blockwise.py", "out * share[..., None])", "out * share[..., None] ** 2)", "tests/ops/test_gqa.py::TestXLA::test_sinks"),
     Mutant("a tree's window from where its row is cached", "mla_attn/xla/blockwise.py", "return jnp.maximum(batch.positions[at], 0)", "return jnp.maximum(batch.positions[at] + 1, 0)", "tests/ops/test_gqa.py::test_a_tree_with_a_window"),
-    Mutant("heads read by turns, not by groups", "mla_attn/xla/blockwise.py", "q_tile = q_tile.swapaxes(1, 2).reshape(plan.lanes, kv_heads,", "q_tile = q_tile.swapaxes(2, 3).swapaxes(1, 2).reshape(plan.lanes, kv_heads,", "tests/ops/test_gqa.py::TestXLA::test_groups"),
+    Mutant("heads read by turns, not by groups", "mla_attn/xla/blockwise.py", "return x.swapaxes(1, 2).reshape(plan.lanes, kv_heads,", "return x.swapaxes(2, 3).swapaxes(1, 2).reshape(plan.lanes, kv_heads,", "tests/ops/test_gqa.py::TestXLA::test_groups"),
     Mutant("pages of heads read as pages of tokens", "mla_attn/xla/paged.py", "jnp.moveaxis(rows, 1, token_axis)", "rows", "tests/ops/test_gqa.py::TestXLA::test_layouts"),
     Mutant("a value read for a key", "cache/kv.py", "rows[0][..., 0, :], rows[0][..., 1, :]", "rows[0][..., 1, :], rows[0][..., 0, :]", "tests/cache/test_kv.py"),
     Mutant("a windowed table cut from its own beginning", "mla_attn/xla/paged.py", "phases=pages % (block // pool.page_size) * pool.page_size", "phases=pages * 0", "tests/steps/test_gqa.py::test_a_windowed_pool_is_as_good_as_a_full_one"),
     Mutant("the offset of a table forgotten", "mla_attn/metadata/layout.py", "positions >= offsets, positions - offsets", "positions >= offsets, positions", "tests/metadata/test_windows.py"),
     Mutant("a page released that a row still sees", "cache/allocator.py", "gone = max(int(num_tokens) // self.page_size - found.first, 0)", "gone = max(-(-int(num_tokens) // self.page_size) - found.first, 0)", "tests/cache/test_windows.py"),
     Mutant("a prefix found without its last page but one", "cache/prefix.py", "if n - seen <= run:", "if n - seen <= run + 1:", "tests/cache/test_windows.py"),
+    # Float8: what is stored, and where its scales go.
+    Mutant("float8 not clipped", FORMATS, "return jnp.clip(x, -most, most).astype(dtype)", "return x.astype(dtype)", FLOAT8 + "test_c06_what_is_too_large_is_clipped"),
+    Mutant("float8 multiplied at the write", FORMATS, "(x / _aligned(scale, x) for", "(x * _aligned(scale, x) for", FLOAT8 + "test_scales_divide"),
+    Mutant("float8 read without its scale", FORMATS, "(x * _aligned(scale, x) for", "(x for", FLOAT8 + "test_latent_rows"),
+    Mutant("scale of the first layer for all", "cache/scales.py", "jnp.asarray(layer, jnp.int32), axis=0", "jnp.asarray(0, jnp.int32), axis=0", FLOAT8 + "test_layers_scanned_over"),
+    Mutant("v_scale for keys", "cache/kv.py", "return scale_of_layer(self.k_scale, layer), scale_of_layer(self.v_scale, layer)", "return scale_of_layer(self.v_scale, layer), scale_of_layer(self.v_scale, layer)", FLOAT8 + "test_keys_and_values"),
+    Mutant("scales of blocks turned round", FORMATS, "_from_bytes(scale, jnp.float32)[..., None]", "_from_bytes(scale, jnp.float32)[..., ::-1, None]", FLOAT8 + "test_blocks"),
+    Mutant("a block of zeros has scale 0", FORMATS, "jnp.where(largest == 0, 1.0, ", "jnp.where(largest == 0, 0.0, ", FLOAT8 + "test_blocks"),
+    Mutant("NaN spreads over its block", FORMATS, "jnp.where(jnp.isnan(blocks), 0.0, jnp.abs(blocks))", "jnp.abs(blocks)", FLOAT8 + "test_blocks"),
+    Mutant("a pool keeps the caller's scale", "cache/scales.py", "return jnp.array(value, jnp.float32)", "return jnp.asarray(value, jnp.float32)", FLOAT8 + "test_a_pool_has_scales_of_its_own"),
+    Mutant("bfloat16 pool minds a scale", "cache/latent.py", "        if not self.format.scaled or self.scale is None:", "        if self.scale is None:", "tests/cases/test_float8.py::test_c13_scales_of_a_bfloat16_cache"),
+    Mutant("scores of float8 keys not scaled", "mla_attn/xla/mla.py", "score_factors(q.shape, q_scale, scale)", "score_factors(q.shape, q_scale)", XLA + "test_float8_cache"),
+    Mutant("float8 results not scaled", "mla_attn/xla/mla.py", "out = out if scale is None else out * scale", "out = out", XLA + "test_float8_cache"),
+    Mutant("q_scale left out", "mla_attn/xla/mla.py", "score_factors(q.shape, q_scale, scale)", "score_factors(q.shape, scale)", XLA + "test_float8_queries"),
+    Mutant("k_scale for values", "mla_attn/xla/gqa.py", "out *= v_scale if v_scale.ndim == 0 else v_scale", "out *= k_scale if k_scale.ndim == 0 else k_scale", "tests/ops/test_gqa.py::TestXLA::test_float8_cache"),
+    Mutant("scale after the cap", BLOCKWISE, "scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)", "scores = scale / rules.scale * rules.soft_cap * jnp.tanh(scores / scale * rules.scale / rules.soft_cap)", XLA + "test_float8_options"),
+    Mutant("weights in float8", BLOCKWISE, "p.astype(v.dtype)", "p.astype(jnp.float8_e4m3fn).astype(v.dtype)", XLA + "test_float8_cache"),
+    Mutant("expanded prefix without its scale", "mla_attn/ops/expanded.py", "read_latent(pool, m.page_table, begin, chunk, layer=layer, dtype=q.dtype)", "(y.astype(q.dtype) for y in jnp.split(pool.operands(pool.data[pool.placement.locate_reads(m.page_table, begin, chunk, layer)], jnp.float32), [pool.kv_lora_rank], axis=-1))", "tests/cases/test_float8.py::test_c12_prefix_and_new_tokens"),
+    Mutant("float8 operands without k_scale", "mla_attn/ops/expanded.py", 'zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)', 'zip(("q_scale", "v_scale"), scales[::2], strict=True)', "tests/cases/test_float8.py::test_float8_operands"),
 )
 # fmt: on
 

@@ -59,6 +59,15 @@ def test_scratch_of_writes_is_that_of_their_rows(name, dtype):
     assert large.temp <= 2 * LAYERS * BATCH * ROWS * row_bytes
 
 
+@pytest.mark.parametrize("row_format", ["plain", "blocks"])
+@pytest.mark.parametrize("name", ["decode", "extend", "scan_layers"])
+def test_scratch_of_float8_caches(name, row_format):
+    """Rows are decoded block by block; no pool becomes one of other numbers. The scale, 4 bytes, lies in its place."""
+    found = footprints(name, *(dataclasses.replace(s, row_format=row_format) for s in (SMALL, LARGE)))
+    scale_bytes = 4 if row_format == "plain" else 0
+    assert_in_place(*(dataclasses.replace(each, unaliased=each.unaliased + scale_bytes) for each in found))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_donated_pool_is_gone_and_the_new_one_lies_in_its_place(name, dtype):

@@ -15,6 +15,7 @@ from jax import lax
 from mla_attn import metadata as md
 from mla_attn import steps
 from mla_attn.cache import LatentPool, move_rows, write_latent
+from mla_attn.cache.formats import format_of
 from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.passes import DraftPasses, Passes, Shapes
 from mla_attn.specs import MLASpec
@@ -33,6 +34,7 @@ class Sizes:
     table_width: int
     page_size: int = 64
     dtype: str = "bfloat16"
+    row_format: str | None = None  # of a cache in float8_e4m3fn
 
     def with_page_size(self, page_size: int) -> "Sizes":
         """The same tokens in smaller or larger pages."""
@@ -42,7 +44,12 @@ class Sizes:
 
     @property
     def layer_bytes(self) -> int:
-        return self.num_pages * self.page_size * SPEC.latent_dim * jnp.dtype(self.dtype).itemsize
+        row_format = format_of(jnp.dtype(self.pool_dtype), self.row_format or "plain")
+        return self.num_pages * self.page_size * row_format.row_bytes(SPEC.kv_lora_rank, SPEC.qk_rope_head_dim)
+
+    @property
+    def pool_dtype(self) -> str:
+        return self.dtype if self.row_format is None else "float8_e4m3fn"
 
 
 # A GPU works on many keys at once, up to a limit that shorter tables do not reach: both hold 128 Ki tokens or more. The
@@ -226,7 +233,12 @@ _ALL = CPU_PROGRAMS | HOPPER_PROGRAMS | MISTAKES
 
 def _arguments(name: str, sizes: Sizes) -> tuple:
     pool = LatentPool.create(
-        num_layers=LAYERS, num_pages=sizes.num_pages, page_size=sizes.page_size, spec=SPEC, dtype=sizes.dtype
+        num_layers=LAYERS,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        spec=SPEC,
+        dtype=sizes.pool_dtype,
+        row_format=sizes.row_format or "plain",
     )
     return pool, jnp.int32(1), *_ALL[name][1](sizes)
 

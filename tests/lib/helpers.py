@@ -171,7 +171,9 @@ def layer_rows(pool, layer):
     data = np.asarray(pool.data)[pages]
     parts = data[..., :latent_width], data[..., pool.rope_offset : pool.rope_offset + rope_width]
     if _is_float8(pool):
-        scale = 1.0 if pool.scale is None else np.asarray(pool.scale, np.float64)[layer]
+        scale = (
+            1.0 if pool.scale is None else np.broadcast_to(np.asarray(pool.scale, np.float64), pool.num_layers)[layer]
+        )
         parts = (part * scale for part in float8.dequantized(pool.format, *parts))
     return np.concatenate([np.asarray(part, np.float64) for part in parts], axis=-1)
 

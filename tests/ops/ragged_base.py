@@ -79,12 +79,14 @@ class RaggedTests:
         return ragged_batch(seed, **{"kv_lens": self.kv_lens, "q_lens": self.q_lens, **changes})
 
     def attend(
-        self, batch, *, scale=0.2, max_q_len=6, max_kv_len=40, causal=True, window=None, soft_cap=None, out_dtype=None
-    ):
+        self, batch, *, scale=0.2, max_q_len=6, max_kv_len=40, causal=True, window=None, soft_cap=None, out_dtype=None,
+        scales=None,
+    ):  # fmt: skip
         """``(out, lse)``, jitted."""
         metadata = RaggedMetadata(**batch.places, max_q_len=max_q_len, max_kv_len=max_kv_len)
         options = {"scale": scale, "causal": causal, "window": window, "soft_cap": soft_cap, "out_dtype": out_dtype}
-        return _compiled(type(self))(batch.q, batch.k, batch.v, metadata, options=tuple(options.items()))
+        arrays = batch.q, batch.k, batch.v, metadata, scales or {}
+        return _compiled(type(self))(*arrays, options=tuple(options.items()))
 
     def check(self, batch, *, scale=0.2, out_dtype=None, max_q_len=6, max_kv_len=40, **rules):
         sizes = {"max_q_len": max_q_len, "max_kv_len": max_kv_len, "out_dtype": out_dtype}
@@ -159,6 +161,23 @@ class RaggedTests:
     def test_out_dtype(self):
         self.check(self.batch(9, dtype="bfloat16"), out_dtype=jnp.float32)
 
+    @pytest.mark.parametrize("queries", ["float8_e4m3fn", "float32"])
+    def test_float8(self, queries):
+        """Products are exact and weights are not rounded to float8; the cap comes after the scales."""
+        batch = self.batch(11, layout="packed")
+        k, v = (x.astype(jnp.float8_e4m3fn) for x in (batch.k, batch.v))
+        q, scales = batch.q.astype(queries), {"k_scale": 3.1, "v_scale": 0.3}
+        if queries != "float32":
+            scales["q_scale"] = 0.5
+        out, lse = self.attend(dataclasses.replace(batch, q=q, k=k, v=v), soft_cap=0.8, scales=scales)
+        assert out.dtype == (jnp.bfloat16 if queries != "float32" else jnp.float32)
+        values = {name: np.float64(np.float32(scales.get(f"{name}_scale", 1.0))) for name in "qkv"}
+        given = {"q": q, "k": k, "v": v}
+        want = {name: np.asarray(x).astype(np.float64) * values[name] for name, x in given.items()}
+        want, want_lse, v_max = dataclasses.replace(batch, **want).expected(scale=0.2, soft_cap=0.8)
+        dtype = "bfloat16" if queries != "float32" else "float32"
+        helpers.assert_attention_close(out, lse, want, want_lse, visible_v_max=v_max, dtype=dtype, kernel=self.kernel)
+
     def test_bounds_that_exceed_the_arrays(self):
         self.check(self.batch(10, kv_lens=[5, 3], q_lens=[2, 3], max_kv_len=5), max_kv_len=70, max_q_len=9)
 
@@ -178,9 +197,9 @@ class RaggedTests:
 def _compiled(tests):
     """One compilation cache per implementation under test: a subclass may patch what a trace reads."""
 
-    def attend(q, k, v, metadata, *, options):
+    def attend(q, k, v, metadata, scales, *, options):
         return ragged_attention(
-            q, k, v, metadata, return_lse=True, implementation=tests.implementation, **dict(options)
+            q, k, v, metadata, return_lse=True, implementation=tests.implementation, **scales, **dict(options)
         )  # fmt: skip
 
     return jax.jit(attend, static_argnames="options")

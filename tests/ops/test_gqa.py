@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,13 @@ class TestXLA(GQATests):
     def small(self, request, monkeypatch):
         if request.node.name != "test_batch_invariant_at_real_sizes":  # of which tiles and blocks are a part
             shrink(monkeypatch, gqa, block_keys=24, max_lanes=8 if request.node.name == "test_layouts[hnd]" else 1)
+
+
+@pytest.mark.slow
+class TestXLAFloat8(TestXLA):
+    """All of the contract over a float8 cache: also what ``contract.Float8`` leaves to bfloat16 and float32 caches."""
+
+    sizes: ClassVar[dict] = {**TestXLA.sizes, "cache": "float8_e5m2"}
 
 
 def counting_pool(length, page_size=16, layout="nhd", pages=20):

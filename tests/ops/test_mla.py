@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,13 @@ class SmallXLA:
 
 class TestXLA(SmallXLA, MLATests):
     """One lane, as on a CPU."""
+
+
+@pytest.mark.slow
+class TestXLAFloat8(SmallXLA, MLATests):
+    """All of the contract over a float8 cache: also what ``contract.Float8`` leaves to bfloat16 and float32 caches."""
+
+    sizes: ClassVar[dict] = {**MLATests.sizes, "cache": "float8_e4m3fn"}
 
 
 class TestXLALanes(
