@@ -37,7 +37,7 @@ def settle(engine: "Engine") -> None:
     try:
         engine._device = engine._create_device()
     except Exception as error:
-        engine._dead = EngineDead("the engine cannot go on: its cache could not be made anew")
+        engine._dead = EngineDead("the engine cannot go on: its cache could not be allocated again")
         raise engine._dead from error
     engine._dead, engine._in_doubt = None, False
 

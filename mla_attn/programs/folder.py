@@ -1,4 +1,4 @@
-"""A folder of programs on disk. Whatever lies in it, it never fails: what cannot be used is as if it were not there."""
+"""A folder of programs on disk. Files that cannot be used are treated as missing, so that they never cause an error."""
 
 import hashlib
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "MLA_ATTN_CACHE_DIR"
 _MAGIC = b"mla_attn program 1\n"
 _SUFFIX = ".program"
-_LEAST_SECONDS = 0.1  # to compile, for JAX's compilation cache to keep a program; JAX's own choice is a second
+_LEAST_SECONDS = 0.1  # compile time from which JAX's compilation cache keeps a program; JAX's default is 1
 
 
 def default_folder() -> str:
@@ -26,15 +26,15 @@ def default_folder() -> str:
 
 
 class Folder:
-    """Programs as files, each under its name (``identity``) with a digest of name and content before it.
+    """Programs as files, each under its name (``identity``), preceded by a digest of name and content.
 
-    Several processes may read and write at once: a file appears whole, under a name that tells what is in it.
+    Several processes may read and write at the same time: files appear atomically, and a name determines the content.
 
     Attributes:
-        path: the folder; made when the first program is written.
+        path: the folder, which is created when the first program is written.
         read: programs read so far.
         written: programs written so far.
-        bytes: of both.
+        bytes: bytes of the programs read and written.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -43,24 +43,24 @@ class Folder:
         self._writable = True
 
     def load(self, name: str) -> bytes | None:
-        """The program of that name; None if there is none, or its file is not what was written under it."""
+        """The program of that name; None if there is none, or its file is damaged."""
         try:
             data = self._file(name).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            logger.warning("%s cannot be read, its program is made anew: %s", self._file(name), error)
+            logger.warning("%s cannot be read, its program is lowered again: %s", self._file(name), error)
             return None
         head, program = data[: len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
         if head != _head(name, program):
-            logger.warning("%s is damaged, its program is made anew", self._file(name))
+            logger.warning("%s is damaged, its program is lowered again", self._file(name))
             return None
         self.read += 1
         self.bytes += len(data)
         return program
 
     def store(self, name: str, program: bytes) -> None:
-        """Keeps a program, unless the folder cannot be written, which is told once."""
+        """Stores a program. If the folder cannot be written, this is logged once."""
         if not self._writable:
             return
         try:
@@ -92,22 +92,22 @@ def _head(name: str, program: bytes) -> bytes:
 
 
 def open_folder(path: str | os.PathLike | None) -> Folder | None:
-    """The folder of programs at ``path``; None if that is empty.
+    """Opens the folder of programs at ``path``; returns None if that is empty.
 
-    What XLA compiles goes below it, for all that this process compiles from now on, unless JAX's compilation cache has
-    a folder already (``JAX_COMPILATION_CACHE_DIR``) or is disabled. JAX trusts what it finds there: whoever can write
-    to it can run code as the user of this process.
+    From now on this process also stores programs compiled by XLA, in a subfolder, unless JAX's compilation cache
+    already has a folder (``JAX_COMPILATION_CACHE_DIR``) or is disabled. JAX trusts the files there: anyone who can
+    write to the folder can run code as the user of this process.
 
     Args:
         path: a folder, which need not exist; None for that of ``MLA_ATTN_CACHE_DIR``, else ``mla_attn`` in the user's
-            folder of caches (``XDG_CACHE_HOME``, or ``~/.cache``).
+            cache folder (``XDG_CACHE_HOME``, or ``~/.cache``).
     """
     path = default_folder() if path is None else os.fspath(path)
     if not path:
         return None
     folder = Folder(path)
     if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
-        # JAX would take a program for a CPU with other instructions for this one's.
+        # One subfolder per CPU, because JAX does not distinguish CPUs with different instructions.
         kind = f"cpu-{_cpu()}" if jax.default_backend() == "cpu" else jax.default_backend()
         jax.config.update("jax_compilation_cache_dir", str(folder.path / "xla" / kind))
         if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:
@@ -116,7 +116,7 @@ def open_folder(path: str | os.PathLike | None) -> Folder | None:
 
 
 def _cpu() -> str:
-    """A short name of this machine's processor and what it can do."""
+    """A short digest of this machine's processor model and features."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})

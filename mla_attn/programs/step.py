@@ -1,4 +1,4 @@
-"""A step function, jitted: lowered here, or read from a folder where another process has lowered it."""
+"""A jitted step function, which is lowered here or read from a folder where another process stored it."""
 
 import logging
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from mla_attn.programs.naming import Unknown, identity, source_is_as_imported, s
 
 logger = logging.getLogger(__name__)
 
-# Custom calls that ``jax.export`` does not promise to keep from version to version; a name has the version in it.
+# Custom calls for which ``jax.export`` does not guarantee compatibility between versions; names include the version.
 _CUSTOM_CALLS = ("mosaic_gpu", "mosaic_gpu_v2", "triton_kernel_call", "__gpu$xla.gpu.triton", "tpu_custom_call")
 _UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
 
 
 class Step:
-    """``fn(state, pool, inputs) -> (outputs, pool)`` jitted, the pool donated, under a name that profiles show.
+    """A jitted function ``fn(state, pool, inputs) -> (outputs, pool)`` that donates the pool.
 
     Args:
-        fn: the function; ``outputs`` are dicts, lists and tuples of arrays, and the pool comes back as it was built.
-        name: shown in profiles.
-        facts: values that say, together, what ``fn`` computes; None if nobody can say, and then no folder keeps it.
+        fn: the function; ``outputs`` are dicts, lists and tuples of arrays, and the returned pool has its structure.
+        name: name shown in profiles.
+        facts: values that together determine what ``fn`` computes; None if unknown, in which case it is not stored.
 
     Attributes:
-        jitted: the function.
+        jitted: the jitted function.
     """
 
     def __init__(self, fn: Callable[..., tuple[Any, Any]], name: str, facts: Any = None):
@@ -36,8 +36,8 @@ class Step:
         self._kept: dict[str, tuple[Any, export.Exported]] = {}
 
     def lower(self, arguments: tuple[Any, Any, Any], folder: Folder | None = None) -> jax.stages.Lowered:
-        """Lowers it for a state, a pool and inputs of these shapes; what ``folder`` has is not traced again, and what
-        it does not have, it keeps."""
+        """Lowers the function for a state, a pool and inputs of these shapes. Programs in ``folder`` are not traced
+        again; others are stored there."""
         name = None if folder is None else self._name_of(arguments)
         if folder is None or name is None:
             return self.jitted.lower(*arguments)
@@ -48,7 +48,7 @@ class Step:
             program = self._export(arguments) if program is None else program
             if program is None:
                 return self.jitted.lower(*arguments)
-            # One object for each: JAX keeps what it compiled by object.
+            # One object per program, because JAX caches compiled programs by object.
             self._kept[name] = self._jit(_caller(program)), program
         jitted, program = self._kept[name]
         if missing and source_is_as_imported():
@@ -73,7 +73,7 @@ class Step:
     def _export(
         self, arguments: tuple[Any, Any, Any], platforms: tuple[str, ...] | None = None
     ) -> export.Exported | None:
-        """The program as data, of arrays alone: trees of other packages have no form on disk. None if it has none."""
+        """Exports the program as a function of flat arrays, which can be stored; None if it cannot be."""
         leaves, structure = jax.tree.flatten(arguments)
         pools = []
 
@@ -88,7 +88,7 @@ class Step:
         except (
             ValueError,
             NotImplementedError,
-        ) as reason:  # JAX's, or that of ``fn``, which comes again
+        ) as reason:  # of JAX, or of ``fn``, which comes again
             logger.info("%s is not kept: %s", self._name, reason)
             return None
         return program if pools[0] == jax.tree.structure(arguments[1]) else None
@@ -107,8 +107,8 @@ def _read(folder: Folder, name: str, arguments: tuple[Any, Any, Any]) -> export.
         return None
     try:
         program = export.deserialize(bytearray(data))
-    except Exception as reason:  # any: JAX checks nothing of what it reads
-        logger.warning("a program of %s cannot be read, it is made anew: %s", folder.path, reason)
+    except Exception as reason:  # any, because JAX does not check what it reads
+        logger.warning("a program of %s cannot be read, it is lowered again: %s", folder.path, reason)
         return None
     wanted = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(arguments)]
     return program if [(aval.shape, aval.dtype) for aval in program.in_avals] == wanted else None
@@ -117,7 +117,7 @@ def _read(folder: Folder, name: str, arguments: tuple[Any, Any, Any]) -> export.
 def _write(folder: Folder, name: str, program: export.Exported) -> None:
     try:
         data = program.serialize()
-    except (ImportError, ValueError, NotImplementedError, TypeError) as reason:  # outputs of other containers
+    except (ImportError, ValueError, NotImplementedError, TypeError) as reason:  # unsupported containers
         logger.warning("%s is not kept: %s", program.fun_name, reason)
         return
     folder.store(name, bytes(data))

@@ -107,7 +107,7 @@ def test_a_damaged_file_is_made_anew(kept, number, caplog):
     _, data = list(damage(whole))[number]
     file.write_bytes(data)
     assert made(kept) == (1, 1, 1)
-    assert told(caplog) == [f"{file} is damaged, its program is made anew"]
+    assert told(caplog) == [f"{file} is damaged, its program is lowered again"]
     assert made(kept) == (0, 2, 0)
 
 
