@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant("beginnings let go before ends", "cache/prefix.py", "np.arange(self._clock, self._clock - len(pages), -1)", "np.arange(self._clock - len(pages) + 1, self._clock + 1)", PREFIX + "test_a_common_beginning_outlives_what_follows_it"),
     Mutant("padding requests write a slot", "mla_attn/engine/state.py", "slots = jnp.where(live, slots, ", "slots = jnp.where(live | ~live, slots, ", STATE),
     Mutant("padding requests draw", "mla_attn/engine/state.py", "jnp.where(live, x[\"temperature\"], 0.0)", "x[\"temperature\"]", STATE),
-    Mutant("a lost beginning stays lost", "cache/prefix.py", "if digest not in self._kept:", "if digest not in self._kept and digests[-1] not in self._kept:", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
+    Mutant("a lost beginning stays lost", "cache/prefix.py", "in own if digest not in self._kept}", "in own if digest not in self._kept and digests[-1] not in self._kept}", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
     Mutant("launches kept after a fault", "mla_attn/engine/faults.py", "engine._unread.clear()", "pass", FAULTS + "test_c51_an_interrupt_while_the_host_waits"),
     Mutant("pages trusted after a fault", "mla_attn/engine/faults.py", "engine._scheduler.reset(live)", "pass", FAULTS + "test_a_pass_that_raises"),
     Mutant("rows of other weights kept", "mla_attn/engine/engine.py", "self._in_doubt = True  # cached rows", "pass  # cached rows", FAULTS + "test_c49_other_weights_between_steps"),
