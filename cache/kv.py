@@ -52,8 +52,8 @@ class KVPool(PagedPool):
         v_head_dim: channels V of a value; None for the width of its row, or for D in the ``interleaved`` layout.
         page_stride: physical pages from a page of a layer to the next.
         layer_stride: physical pages from a layer to the next; N if None.
-        format: how numbers are stored; if None, those of ``k`` themselves.
-        k_scale, v_scale: of formats that are scaled, float32, [], [L] or [L, K]; of others they have no influence.
+        format: row format; None if ``k`` stores the numbers unchanged.
+        k_scale, v_scale: float32 scales of a scaled format, [], [L] or [L, K]; ignored by other formats.
     """
 
     PAGED: ClassVar = ("k", "v")
@@ -104,8 +104,8 @@ class KVPool(PagedPool):
             spec: KV heads, and channels of keys and values.
             dtype: dtype of the stored numbers: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
             layout: ``nhd``, ``hnd`` or ``interleaved``.
-            k_scale, v_scale: what keys and values are divided by when float8 stores them, positive; [], [L] or [L, K],
-                None for 1. Other dtypes ignore them.
+            k_scale, v_scale: positive divisors of keys and values stored in float8; [], [L] or [L, K], None for 1.
+                Other dtypes ignore them.
 
         Raises:
             ValueError: a size below 1, an unknown layout, dtype or scale, or so many tokens per layer or pages in total
@@ -208,7 +208,7 @@ class KVPool(PagedPool):
             check_scale("pool.v_scale", self.v_scale, shapes)
 
     def check_arrays(self) -> None:
-        """As ``check``, of the arrays of pages alone."""
+        """Does the checks of ``check`` that concern the arrays of pages."""
         axes = {"nhd": "[pages, P, K, D]", "hnd": "[pages, K, P, D]", "interleaved": "[pages, P, K, 2, D]"}
         axes = axes[_check_layout(self.layout)]
         if (self.v is None) != (self.layout == "interleaved"):
@@ -353,7 +353,7 @@ def _check_layout(layout: str) -> str:
 
 
 def _make_scales(format: RowFormat, num_layers: int, heads: int, **scales) -> dict[str, Any]:
-    """The scales of a new pool, None where its format has none."""
+    """The scales of a new pool, or None for each if its format has no scales."""
     if not format.scaled:
         return dict.fromkeys(scales)
     return {name: make_scale(name, value, _scale_shapes(num_layers, heads)) for name, value in scales.items()}

@@ -47,8 +47,8 @@ class LatentPool(PagedPool):
         layer_stride: physical pages from a layer to the next; None for N.
         rope_dim: rope channels E of a row; None for the rest of the row after the latent part.
         rope_offset: element of a row where the rope part begins; None for directly after the latent part.
-        format: how rows are stored; None for the numbers of ``data`` unchanged.
-        scale: what numbers are divided by where the format is scaled, float32 [] or [L]; else ignored.
+        format: row format; None if ``data`` stores the numbers unchanged.
+        scale: float32 scale of a scaled format, [] or [L]; ignored by other formats.
     """
 
     PAGED: ClassVar = ("data",)
@@ -96,10 +96,9 @@ class LatentPool(PagedPool):
             num_pages: pages N of each layer.
             page_size: tokens P of a page.
             spec: latent and rope channels of a row.
-            dtype: of what is stored: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
-            row_format: "plain", or for float8_e4m3fn "blocks", whose scales are made at every write.
-            scale: of plain float8 numbers, positive: what is stored is the number divided by it. [] or [L]; 1 if None.
-                Other dtypes drop it.
+            dtype: dtype of the stored numbers: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+            row_format: "plain", or "blocks" for float8_e4m3fn, whose scales are computed at every write.
+            scale: positive divisor of numbers stored in plain float8, [] or [L]; None for 1. Other dtypes ignore it.
 
         Raises:
             ValueError: a size below 1, an unknown dtype, row format or scale, or so many tokens per layer or pages in
@@ -255,7 +254,7 @@ class LatentPool(PagedPool):
 
 
 def _make_scale(scale, format: RowFormat, num_layers: int):
-    """The scale of a new pool, None where its format has none."""
+    """The scale of a new pool, or None if its format has no scale."""
     if format.scaled:
         return make_scale("scale", scale, _scale_shapes(num_layers))
     if format.latent_only and scale is not None:

@@ -165,7 +165,7 @@ class PrefixCache:
 
     def _touch(self, pages: Sequence[int]) -> None:
         """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation. With a
-        window it is the last page: without it, and those just before it, none is found."""
+        window the last page is the most recent, because a prefix is found only by the pages in its last window."""
         self._clock += len(pages)
         order = pages if self._window is None else pages[::-1]
         self._last_use[list(order)] = np.arange(self._clock, self._clock - len(pages), -1)

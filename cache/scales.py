@@ -15,12 +15,12 @@ from mla_attn.checks import check_array, check_number, check_shape_in, check_typ
 def make_scale(name: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> Float[Array, "..."]:
     """A pool's scale in float32; 1 if ``value`` is None.
 
-    An array of its own: a pool is donated, and its scale with it.
+    It is a copy, because a pool is donated together with its scale.
 
     Args:
         name: the argument's name.
         value: a number, or a floating array.
-        shapes: shapes that it may have, by what they mean.
+        shapes: allowed shapes, by the names of their axes.
 
     Raises:
         ValueError: another shape or type, or a number that is known not to be positive and finite.
@@ -39,7 +39,7 @@ def make_scale(name: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> Flo
 
 
 def check_scale(name: str, scale: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """ValueError unless a pool's scale is float32 of one of these shapes; its values are not looked at."""
+    """Raises ValueError unless a pool's scale is float32 of one of these shapes; its values are not checked."""
     check_array(name, scale)
     check_shape_in(name, scale, shapes)
     if scale.dtype != jnp.float32:

@@ -61,7 +61,7 @@ def check_sinks(sinks, num_heads: int, return_lse: bool) -> None:
 
 
 def check_operand_scale(name: str, scale, dtype: DTypeLike, shapes: dict[str, tuple[int, ...]] = _ONE_SCALE):
-    """None, or the scale of a float8 operand of ``dtype``, float32 of one of these shapes, as an array."""
+    """Checks the scale of an operand: None, or float32 of one of these shapes if ``dtype`` is float8; returns it."""
     if scale is None:
         return None
     if dtype != jnp.float8_e4m3fn:
@@ -75,12 +75,12 @@ def check_operand_scale(name: str, scale, dtype: DTypeLike, shapes: dict[str, tu
 
 
 def check_q_scale(q_scale, q):
-    """None, or the scale of float8 queries [T, H, ...], float32 [] or [T, H], as an array."""
+    """Checks the scale of queries [T, H, ...]: None, or float32 [] or [T, H] if they are float8; returns it."""
     return check_operand_scale("q_scale", q_scale, q.dtype, {"[]": (), "[T, H]": tuple(q.shape[:2])})
 
 
 def result_dtype(q_dtype: DTypeLike, out_dtype: DTypeLike | None) -> np.dtype:
-    """The dtype of a result: that of the queries unless given, and bfloat16 where they are float8."""
+    """The dtype of a result: ``out_dtype`` if given, else that of the queries, or bfloat16 if they are float8."""
     check_out_dtype(out_dtype)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if q_dtype == jnp.float8_e4m3fn else q_dtype

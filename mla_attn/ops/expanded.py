@@ -59,7 +59,7 @@ def check_operand_scales(operand_dtype: DTypeLike | None, operand_scales: Any) -
 
 
 def _attend(q, k, v, rows: RaggedMetadata, *, scales: OperandScales, **options) -> State:
-    """``ragged_attention``, of float8 operands where there are scales."""
+    """``ragged_attention``; with ``scales``, operands are quantised to float8 first."""
     if scales is not None:
         q, k, v = (quantize(x, scale) for x, scale in zip((q, k, v), scales, strict=True))
         options |= dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))

@@ -17,7 +17,7 @@ def quantize_queries(*parts: Float[Array, "T H _"]) -> tuple[Float[Array, "T H .
         parts: ``q_latent, q_rope`` of ``mla_attention``, or ``q`` of ``gqa_attention``; [T, H, ...], floating.
 
     Returns:
-        ``(*quantized, q_scale)``, each part float8_e4m3fn and as it was given in shape; ``q_scale`` float32 [T, H].
+        ``(*quantized, q_scale)``: each part in float8_e4m3fn with its shape, and ``q_scale`` float32 [T, H].
 
     Raises:
         ValueError: no part, or parts of other types or with rows and heads that differ.

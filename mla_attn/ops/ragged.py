@@ -92,8 +92,8 @@ def ragged_attention(
     ``p <= a`` when causal and ``p > a - window`` with a window.
 
     Args:
-        q: queries [T, H, D]; H a multiple of K. Of float8_e4m3fn, as k and v may be: such numbers enter products
-            exactly, in bfloat16 (or in the other operand's dtype), and weights are not rounded to float8.
+        q: queries [T, H, D]; H a multiple of K. q, k and v may be float8_e4m3fn: their products are exact, in bfloat16
+            (or in the other operand's dtype), and weights are not rounded to float8.
         k: keys [Tk, K, D].
         v: values [Tk, K, V]; V may differ from D (DeepSeek: 192 and 128).
         metadata: the rows of each request.

@@ -195,8 +195,8 @@ def extend(
     chunk, ``B * chunk_size * H * (D + V)`` elements; time is proportional to the longest prefix. Visible prefix keys
     are those in the table, at positions from ``metadata.kv_offsets`` on.
 
-    The prefix is what the cache holds of it, its values in the dtype of q; the new tokens are attended to as given, by
-    absorbed steps as cached.
+    The prefix is read from the cache, in the dtype of q. The new tokens' keys and values are used as given, whereas
+    absorbed steps read them from the cache, which may have rounded them.
 
     Args:
         q: queries ``[nope | rope]``, rotated; [T, H, D].
@@ -213,10 +213,10 @@ def extend(
             undefined.
         chunk_size: cached tokens per request expanded at a time.
         query_scaling: position-dependent scaling of the queries.
-        operand_dtype: float8_e4m3fn casts queries, keys and values to it for their products,
-            those of the expanded prefix too; None leaves them.
-        operand_scales: float32 [] for queries, keys and values: they are divided by them, and clipped to 448, before
-            they are cast; 1 if None.
+        operand_dtype: float8_e4m3fn to cast queries, keys and values, including those of the expanded prefix, for their
+            products; None for no cast.
+        operand_scales: divisors of queries, keys and values before they are clipped to 448 and cast, float32 []; None
+            for 1.
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``ragged_attention``.
 

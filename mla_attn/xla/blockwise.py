@@ -117,8 +117,8 @@ def make_plan(
 
 
 def score_factors(shape: tuple[int, ...], *scales):
-    """What scores of queries [T, H, ...] are multiplied by: the product of scales [], [H] or [T, H], of which each may
-    be None; None if all are."""
+    """The factors of the scores of queries [T, H, ...]: the product of scales [], [H] or [T, H], each of which may be
+    None; None if all are."""
     given = [scale for scale in scales if scale is not None]
     if not given:
         return None

@@ -30,5 +30,5 @@ def gqa_attention(
 
 
 def _of_query_heads(scale, spec):
-    """The scales [K] of KV heads as those of the query heads that read them, [H]; [] is that of all."""
+    """Repeats the scales [K] of KV heads for the query heads that read them, [H]; a scale [] is for all heads."""
     return scale if scale.ndim == 0 else jnp.repeat(scale, spec.num_heads // spec.num_kv_heads)
