@@ -4,14 +4,16 @@ import dataclasses
 import functools
 import logging
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from checkpoints import V2
-from mla_attn.engine import SamplingParams, sizes
+from checkpoints import V2, V3
+from mla_attn.engine import Engine, SamplingParams, sizes
 from mla_attn.generation import generate
 from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
@@ -206,6 +208,38 @@ def test_sizes_by_the_memory_that_is_free(monkeypatch, caplog):
     with pytest.raises(ValueError, match="num_pages=None must be given"):
         chosen()
     assert "num_pages=36 of 4 tokens: " in caplog.text and "max_len=144, of max_position_embeddings" in caplog.text
+
+
+def test_pages_by_what_a_gpu_says(monkeypatch):
+    """Nine tenths, or the share given, of the allocator's limit less what arrays hold."""
+    groups, said = small_model().cache_groups, {"bytes_limit": 60 << 30, "bytes_in_use": 14 << 30}
+    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: said)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    each, limits = sizes.page_bytes(groups, 64), dataclasses.replace(small_engine()._limits, max_len=4096)
+    for fraction, share in ((None, 0.9), (0.05, 0.05), (1.0, 1.0)):
+        facts = {"num_pages": None, "max_len": 4096, "page_size": 64, "memory_fraction": fraction}
+        cache, _ = sizes.choose_sizes(groups, limits, **facts)
+        assert cache.num_pages == int(share * (46 << 30)) // each
+    said["bytes_in_use"] = 60 << 30
+    with pytest.raises(ValueError, match=r"max_len=4096 needs 64 pages of 64 tokens, .* room for 0 GiB"):
+        sizes.choose_sizes(groups, limits, **facts)
+
+
+@pytest.mark.gpu
+def test_pages_on_a_gpu():
+    """A twentieth of what is free when the engine is made, which it takes, and serves from."""
+    model = load_checkpoint(V3)
+    jax.block_until_ready(nnx.state(model))
+    before = jax.devices()[0].memory_stats()
+    free = before["bytes_limit"] - before["bytes_in_use"]
+    engine = Engine(model, memory_fraction=0.05, max_batch=2)
+    jax.block_until_ready(engine._device)
+    taken = jax.devices()[0].memory_stats()["bytes_in_use"] - before["bytes_in_use"]
+    each = sizes.page_bytes(model.cache_groups, engine._cache.page_size)
+    assert int(0.0499 * free) // each <= engine._cache.num_pages <= int(0.05 * free) // each
+    assert 0.0495 * free < taken < 0.0505 * free
+    assert [len(result.tokens) for result in engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))] == [4]
 
 
 def test_an_engine_without_sizes(monkeypatch):

@@ -21,6 +21,7 @@ QUICK = (
     "test_checks.py",
     "test_cli_arguments.py",
     "test_dispatch.py",
+    "test_memory.py",
     "test_specs.py",
     "test_support.py",
     "xla/",
