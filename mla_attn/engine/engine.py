@@ -69,8 +69,8 @@ class Engine:
     Args:
         model: a loaded checkpoint.
         max_batch: most requests that run at the same time.
-        num_pages: pages of the cache. If None, as many as there is room for; on a CPU no more than ``max_batch`` of the
-            longest requests need.
+        num_pages: pages of the cache. None for as many as fit in memory; on a CPU at most the pages that ``max_batch``
+            of the longest requests need.
         page_size: tokens per page.
         max_len: most tokens of a request, prompt and new ones together. None for the model's positions, or the tokens
             that all pages hold if that is less; the choice is logged.
@@ -88,8 +88,8 @@ class Engine:
             the user's.
 
     Raises:
-        ValueError: a model that is none, a size that is no integer or below 1, ``max_len`` above the model's positions,
-            too little memory, trees for a model that cannot draft, or an implementation that does not exist.
+        ValueError: ``model`` is not a model, a size is not an integer or below 1, ``max_len`` exceeds the model's
+            positions, memory is too small, the model cannot draft the trees, or the implementation is unknown.
         TypeError: an unknown argument; the message suggests a name.
         NotImplementedError: the implementation does not support this model here; the message has the reason.
     """

@@ -83,7 +83,7 @@ class DraftPasses:
 
     @property
     def each_step(self) -> list[Buckets]:
-        """Those of a round of drafting and verifying, in their order."""
+        """The ``Buckets`` of a round of drafting and verifying, in the order in which they run."""
         return [*self.draft_decode, self.target_verify, self.draft_extend]
 
     def _draft_decode(self, level: int) -> Buckets:

@@ -90,8 +90,8 @@ def measure(prompts: Sequence[int]) -> Iterator[Row]:
     """Measures row by row: prompts alone, then while other requests decode, then decoding while others wait for
     pages.
 
-    An equal request, with other tokens, comes before what is timed, so that the engine is warm. Prompts alone then find
-    the cache full of its pages, which they evict.
+    An equal request with other tokens runs first, so that the engine is warm. When a prompt is timed alone, the cache
+    is full of that request's pages, which are evicted.
     """
     params = SamplingParams(max_new_tokens=1, ignore_eos=True)
     for running in (0, BESIDE):
