@@ -100,7 +100,7 @@ class Buckets:
         """Compiles a rung for a state and a pool of these shapes, or waits for another thread that is compiling it;
         returns the program."""
         theirs = self._making.get(index)
-        if theirs is None or theirs.exception() is not None:  # which is for whoever met it
+        if theirs is None or theirs.exception() is not None:  # an exception is raised in the other thread
             theirs = self.begin(index, state, pool, _Here())
         return theirs.result()
 

@@ -46,8 +46,8 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def add_commands(self, metavar: str) -> Any:
-        """Commands, one of which must be named; without one ``check`` of the options prints the help, to stderr, and
-        raises."""
+        """Adds commands, one of which must be given. Without a command, ``check`` of the options prints the help to
+        stderr and raises."""
 
         def check(options: argparse.Namespace) -> NoReturn:
             self.print_help(sys.stderr)

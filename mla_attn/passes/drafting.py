@@ -25,7 +25,7 @@ class DraftPasses:
 
     Raises:
         ValueError: the drafter does not fit the model, a node of the tree has more children than there are tokens,
-            or a tree that is no chain has more nodes than a window of the models.
+            or a tree other than a chain has more nodes than a window of the models.
     """
 
     def __init__(self, passes: Passes, model: CausalLM, tree: DraftTree, draft: Drafts = None):

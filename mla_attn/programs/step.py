@@ -88,7 +88,7 @@ class Step:
         except (
             ValueError,
             NotImplementedError,
-        ) as reason:  # of JAX, or of ``fn``, which comes again
+        ) as reason:  # from JAX, or from ``fn``, which will raise again
             logger.info("%s is not kept: %s", self._name, reason)
             return None
         return program if pools[0] == jax.tree.structure(arguments[1]) else None
