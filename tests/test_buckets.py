@@ -1,5 +1,6 @@
 """Buckets over a small function, then the passes of a small model over their ladders."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -204,6 +205,85 @@ def test_warm_up_tells_of_a_program_that_does_not_compile(monkeypatch):
     monkeypatch.setattr(Buckets, "_compile", compile)
     with pytest.raises(RuntimeError, match="out of registers"):
         warm_up([make_buckets()], *state_and_pool(), progress=False)
+
+
+class Gate:
+    """Holds up compiling of all rungs but some."""
+
+    def __init__(self, monkeypatch, *free):
+        self.open, compile_one = threading.Event(), Buckets._compile
+
+        def held(buckets, index, lowered):
+            if index not in free:
+                assert self.open.wait(60)
+            return compile_one(buckets, index, lowered)
+
+        monkeypatch.setattr(Buckets, "_compile", held)
+        monkeypatch.setattr(module, "_on_cpu", contextlib.nullcontext())  # a call may compile beside the one held up
+
+    def warm_up(self, buckets):
+        """In a thread, until the largest rung is compiled or held up."""
+        arguments = ([buckets], *jax.eval_shape(state_and_pool))
+        self.thread = threading.Thread(target=warm_up, args=arguments, kwargs={"progress": False})
+        self.thread.start()
+        largest = len(buckets._rungs) - 1
+        while largest not in (buckets._making if not buckets.compiles else buckets._programs):
+            time.sleep(0.001)
+
+    def let_go(self):
+        self.open.set()
+        self.thread.join()
+
+
+def test_a_call_takes_a_larger_program_while_a_warm_up_goes_on(monkeypatch, caplog):
+    echo, gate = make_buckets(), Gate(monkeypatch, 2)
+    gate.warm_up(echo)
+    given = inputs(2, 3)
+    outputs, _ = echo(*state_and_pool(), given)
+    assert echo.awaits(0)
+    assert outputs["rows"].shape == (4, 8)
+    np.testing.assert_array_equal(outputs["rows"][:2, :3], given["rows"])
+    gate.let_go()
+    assert echo(*state_and_pool(), given)[0]["rows"].shape == (2, 3)
+    assert (echo.compiles, echo.cold_compiles, caplog.records) == (3, 0, [])
+
+
+def test_a_call_waits_for_what_is_on_its_way(monkeypatch):
+    echo, gate = make_buckets(), Gate(monkeypatch)
+    arguments = (*state_and_pool(), inputs(2, 3))
+    gate.warm_up(echo)
+    threading.Timer(0.2, gate.open.set).start()
+    assert echo(*arguments)[0]["rows"].shape == (4, 8)
+    gate.let_go()
+    assert echo.compiles == 3
+
+
+def test_arrays_on_the_device_have_their_own_program_compiled(monkeypatch, caplog):
+    """They cannot be padded; the warm-up then does not compile it again."""
+    echo, gate = make_buckets(), Gate(monkeypatch, 0, 2)
+    arguments, begin = (*state_and_pool(), jax.device_put(inputs(2, 3))), len(compile_events)
+    gate.warm_up(echo)
+    outputs, _ = echo(*arguments)
+    assert outputs["rows"].shape == (2, 3)
+    gate.let_go()
+    assert (echo.compiles, echo.cold_compiles, caplog.records) == (3, 0, [])
+    assert len(compile_events) - begin == 3
+
+
+def test_a_warm_up_ends_where_nobody_wants_it():
+    asked, echo = iter([True, True, False]), make_buckets()
+    warm_up([echo], *state_and_pool(), progress=False, wanted=lambda: next(asked))
+    assert echo.pending == [1] and not echo._promised
+
+
+def test_what_failed_ahead_of_time_is_compiled_by_its_call(monkeypatch):
+    echo, compile_one = make_buckets(), Buckets._compile
+    with monkeypatch.context() as patch:
+        patch.setattr(Buckets, "_compile", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            warm_up([echo], *state_and_pool(), progress=False)
+    assert Buckets._compile is compile_one and not echo._making and not echo._promised
+    assert echo(*state_and_pool(), inputs(2, 3))[0]["rows"].shape == (2, 3)
 
 
 def test_programs_bear_the_name():

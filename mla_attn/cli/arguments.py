@@ -42,6 +42,7 @@ def make_parser() -> Parser:
     commands = parser.add_commands("COMMAND")
 
     _generate(commands.add_parser("generate", help="generate text from a checkpoint"))
+    _warm_up(commands.add_parser("warm-up", help="compile an engine's programs and keep them for other processes"))
     demo = commands.add_parser("demo", help="generate plain, with an MTP layer also speculatively, and compare")
     demo.add(
         "checkpoints",
@@ -59,6 +60,7 @@ def make_parser() -> Parser:
     _bench_model(kinds.add_parser("model", help="time decode steps of a whole model of random weights"))
     _bench_serve(kinds.add_parser("serve", help="replay a trace of requests on the engine"))
     _bench_host(kinds.add_parser("host", help="time the engine's host work alone"))
+    _bench_start(kinds.add_parser("start", help="time lowering and compiling, until an engine's first token"))
 
     _runs(commands.add_parser("supports", help="print which calls are supported"), "mla_attn.cli.supports")
     return parser
@@ -113,6 +115,7 @@ def _generate(parser: Parser) -> None:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)
+    _cache_dir(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     _runs(parser, "mla_attn.cli.generate", _check_generate)
 
@@ -121,6 +124,41 @@ def _implementation(parser: Parser) -> None:
     parser.add_argument(
         "--implementation", choices=IMPLEMENTATIONS, help="attention implementation (default: chosen for each call)"
     )
+
+
+def _cache_dir(parser: Parser) -> None:
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help='folder that keeps programs, "" for none (default: MLA_ATTN_CACHE_DIR, or the user\'s cache folder)',
+    )
+
+
+def _warm_up(parser: Parser) -> None:
+    parser.description = (
+        "Compile the programs of an engine with these sizes, as Engine.from_checkpoint(CHECKPOINT, ...) would, and "
+        "keep them: an engine with the same sizes then starts quickly in any process on such a device."
+    )
+    parser.add("checkpoint", FOLDER, metavar="CHECKPOINT", help="folder with config.json and safetensors")
+    _engine_sizes(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the checkpoint's)")
+    _runs(parser, "mla_attn.cli.warm_up", _check_drafts)
+
+
+def _engine_sizes(parser: Parser) -> None:
+    """The arguments of an engine's constructor that decide its programs, with its defaults."""
+    add = parser.add
+    add("--max-batch", integer(1, MOST_BATCH), default=8, metavar="B", help="most running requests (default 8)")
+    add("--max-len", integer(1, INT32_MAX), metavar="N", help="most tokens of a request (default: as many as fit)")
+    add("--num-pages", _NUM_PAGES, metavar="N", help="cache pages (default: as many as fit)")
+    add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per cache page (default 64)")
+    rows = integer(1, _MOST_TOKENS)
+    add("--prompt-tokens", rows, default=512, metavar="N", help="most prompt tokens per step (default 512)")
+    speculate = integer(0, MOST_DRAFTS)
+    add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)")
+    add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
+    _implementation(parser)
+    _cache_dir(parser)
 
 
 def _check_drafts(options: argparse.Namespace) -> None:
@@ -277,6 +315,7 @@ def _bench_serve(parser: Parser) -> None:
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of all arrays (default bfloat16)")
     _implementation(parser)
+    _cache_dir(parser)
     add("--seed", integer(0, INT32_MAX), metavar="S", help="random seed of trace and sampling (default: a new one)")
     output.add_arguments(parser, picture="latencies, or throughput by batch size")
     _runs(parser, "mla_attn.bench.serve.command", _check_bench_serve)
@@ -325,3 +364,26 @@ def _bench_host(parser: Parser) -> None:
     parser.add("--prompt-tokens", prompts, default=usual, metavar="N,N", help=f"prompt lengths (default {numbers})")
     output.add_arguments(parser, picture="host ms per step by prompt length")
     _runs(parser, "mla_attn.bench.serve.host", output.check_files)
+
+
+def _bench_start(parser: Parser) -> None:
+    parser.description = (
+        "Time an engine's start in a fresh process: lowering, compiling, its first token and its last program. Run it "
+        "twice with one --cache-dir to time a start from the folder. With `kernels`, time single calls of the kernels "
+        "instead, and of JAX's own attention for Hopper."
+    )
+    what = Kind(_kernels_or_checkpoint, f"kernels, a folder or one of {', '.join(CONFIGS)}")
+    parser.add("what", what, metavar="WHAT", help=f"kernels, a folder, or one of {', '.join(CONFIGS)}: random weights")
+    _engine_sizes(parser)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default bfloat16)")
+    output.add_arguments(parser, picture=None)
+    _runs(parser, "mla_attn.bench.start", _check_bench_start)
+
+
+def _kernels_or_checkpoint(text: str) -> str:
+    return text if text == "kernels" else _checkpoint(text)
+
+
+def _check_bench_start(options: argparse.Namespace) -> None:
+    _check_drafts(options)
+    output.check_files(options)

@@ -114,6 +114,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         max_waiting=len(prompts),
         batches=(max_batch,),  # one program of each kind, because a short run spends most of its time compiling
         implementation=options.implementation,
+        cache_dir=options.cache_dir,
     )
     return engine, parameters
 

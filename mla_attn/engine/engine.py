@@ -486,6 +486,7 @@ class Engine:
                 running=len(scheduler.running),
                 pages=scheduler.tables.counts(all_groups(self.model, self._draft)),
                 programs=sum(bucket.compiles for bucket in self._programs()),
+                programs_read=self.folder.read if self.folder else 0,
                 compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,
             )
 

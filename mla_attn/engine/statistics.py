@@ -61,6 +61,7 @@ class EngineStatistics:
         pages_shared: pages that more than one running request holds.
         pages_idle: pages that only the prefix cache holds, which can be evicted.
         warm_up_seconds: time spent compiling ahead of time.
+        programs_read: number of programs that were read from the folder of programs instead of lowered.
         programs: programs compiled.
         compiles_after_warm_up: programs XLA compiled in this process since ``warm_up``; 0 unless something is wrong.
         pages: counts of each cache group, by its name; those of a draft model begin with "draft.".
@@ -90,6 +91,7 @@ class EngineStatistics:
     pages_idle: int
     warm_up_seconds: float
     programs: int
+    programs_read: int
     compiles_after_warm_up: int
     pages: dict[str, PageCounts] = dataclasses.field(default_factory=dict)
 

@@ -83,6 +83,10 @@ class Folder:
     def __contains__(self, name: str) -> bool:
         return self._file(name).exists()
 
+    def size(self) -> int:
+        """Bytes of all files in it, JAX's compiled programs included."""
+        return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
+
     def _file(self, name: str) -> pathlib.Path:
         return self.path / f"{name}{_SUFFIX}"
 

@@ -109,7 +109,8 @@ def _describe(value: Any, write: Callable[[str], None]) -> None:
     elif isinstance(value, jax.tree_util.PyTreeDef):
         _parts("tree", (value.node_data(), value.num_leaves, *value.children()), write)
     elif isinstance(value, type):
-        write(f"class {_name_of(value)}")
+        # Python gives None's class a name that no module has.
+        write("class of None" if value is type(None) else f"class {_name_of(value)}")
     elif isinstance(value, functools.partial):
         _parts("partial", (value.func, value.args, value.keywords), write)
     elif isinstance(value, tuple | list):

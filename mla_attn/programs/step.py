@@ -67,7 +67,8 @@ class Step:
             leaves, structure = jax.tree.flatten(arguments)
             return identity(self._identity, surroundings(), structure, leaves)
         except Unknown as reason:
-            logger.info("%s is not kept: it depends on %s", self._name, reason)
+            logger.warning("%s is not kept: it depends on %s", self._name, reason)
+            self._facts = None  # told once
             return None
 
     def _export(
@@ -89,7 +90,7 @@ class Step:
             ValueError,
             NotImplementedError,
         ) as reason:  # from JAX, or from ``fn``, which will raise again
-            logger.info("%s is not kept: %s", self._name, reason)
+            logger.warning("%s is not kept: %s", self._name, reason)
             return None
         return program if pools[0] == jax.tree.structure(arguments[1]) else None
 

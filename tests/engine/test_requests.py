@@ -193,6 +193,7 @@ def test_sizes_by_the_memory_that_is_free(monkeypatch, caplog):
         cache, limits = sizes.choose_sizes(model.cache_groups, limits, num_pages=num_pages, max_len=max_len, **facts)
         return cache.num_pages, limits.max_len
 
+    assert [sizes.round_down(n) for n in (0, 1, 63, 64, 65, 127, 2**20 + 5)] == [0, 1, 63, 64, 64, 126, 2**20]
     assert chosen(num_pages=7) == (7, 28) and chosen(num_pages=7, max_len=5) == (7, 5)
     assert chosen() == (10, 40) and chosen(max_len=8) == (4, 8) and chosen(memory_fraction=0.5) == (20, 80)
     with pytest.raises(ValueError, match=r"max_len=44 needs 11 pages of 4 tokens, .* GiB: there is room for .* GiB"):

@@ -59,6 +59,7 @@ DIFFERENT = [
     DraftTree((1, 2)),
     DraftTree((2, 1)),
     MLASpec,
+    type(None),
     jax.nn.silu,
     jax.nn.gelu,
     functools.partial(jax.nn.gelu, approximate=True),

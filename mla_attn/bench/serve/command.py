@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
     """
     cases = _cases(options)
     drafts = any(case.params.speculation for case in cases)
-    model, load = _model(options.checkpoint, options.dtype, drafts=drafts)
+    model, load = open_model(options.checkpoint, options.dtype, drafts=drafts)
     max_len, num_pages = _sizes(options, cases, model.max_position_embeddings)
     check_model_fits(model, num_pages=num_pages, page_size=options.page_size)
     if drafts and options.acceptance is None:
@@ -125,6 +125,7 @@ def _engine(
         prompt_tokens=options.step_prompt_tokens,
         max_waiting=max(max(case.load.requests, 2 * case.max_batch) for case in cases),
         implementation=options.implementation,
+        cache_dir=options.cache_dir,
     )
 
 
@@ -177,7 +178,7 @@ def _sizes(options: argparse.Namespace, cases: Sequence[Case], positions: int) -
     return max_len, sum(-(-length // options.page_size) for length in lengths)
 
 
-def _model(checkpoint: str, dtype: str, *, drafts: bool) -> tuple[CausalLM, Callable[[], CausalLM]]:
+def open_model(checkpoint: str, dtype: str, *, drafts: bool) -> tuple[CausalLM, Callable[[], CausalLM]]:
     """An abstract model, and the function that creates it with arrays."""
     if checkpoint in CONFIGS:
         config = CONFIGS[checkpoint] | {"num_nextn_predict_layers": int(drafts)}

@@ -121,6 +121,7 @@ def _engine(max_batch: int, max_len: int, *, num_pages: int | None = None, max_w
         max_len=max_len,
         prompt_tokens=PROMPT_TOKENS,
         max_waiting=max_waiting,
+        cache_dir="",
     )
     engine.warm_up(progress=False)
     return engine
