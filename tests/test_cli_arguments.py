@@ -23,7 +23,7 @@ from mla_attn.bench import model as bench_model
 from mla_attn.bench.ops import run as bench_run
 from mla_attn.bench.serve import command as bench_serve
 from mla_attn.cache.formats import FORMATS
-from mla_attn.cli import arguments, generate, process
+from mla_attn.cli import arguments, generate, process, warm_up
 from mla_attn.dispatch import NAMES
 from mla_attn.models import loading
 from mla_attn.names import DTYPES, IMPLEMENTATIONS
@@ -58,7 +58,8 @@ VALUES = (
 )
 
 
-RIGHT = {"CHECKPOINT": str(V3), "model": "v2-lite", "REPORT": "report.json", "PICTURE": "a.png"}  # what must be there
+# What must be there.
+RIGHT = {"CHECKPOINT": str(V3), "WHAT": "kernels", "model": "v2-lite", "REPORT": "report.json", "PICTURE": "a.png"}
 
 
 def least(path, actions):
@@ -151,7 +152,7 @@ def nothing_runs(monkeypatch, tmp_path):
 
     opened = functools.cache(loading.open_checkpoint)
     monkeypatch.chdir(tmp_path)
-    for module in (generate, bench_serve):
+    for module in (generate, bench_serve, warm_up):
         monkeypatch.setattr(module, "open_checkpoint", lambda path, dtype: opened(path, dtype=dtype))
     monkeypatch.setattr(loading.Checkpoint, "load", reached)
     monkeypatch.setattr("mla_attn.generation.generate", reached)
@@ -227,7 +228,7 @@ def test_without_a_command_the_help_is_printed(line, lists, nothing_imported, ca
     assert cli.main(line) == 2
     out, err = capsys.readouterr()
     assert (out, f"\n    {lists} " in err) == ("", True)
-    assert err.endswith((f"{lists}, demo, bench, supports\n", f"{lists}, host\n"))
+    assert err.endswith((f"{lists}, warm-up, demo, bench, supports\n", f"{lists}, host, start, rungs\n"))
 
 
 def test_names_that_are_written_out_are_those_there_are():

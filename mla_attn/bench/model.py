@@ -81,8 +81,8 @@ def measure(
         say(f"{name}: batch {batch}")
         pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
         table = jax.device_put(pages[: batch * width].reshape(batch, width))
-        short, pools, *_ = _steps(passes, pools, table, cached=0, profile=False)
-        step, pools, host, kernels = _steps(passes, pools, table, cached=kv_len - 1, profile=True)
+        short, pools, *_ = time_steps(passes, pools, table, cached=0, profile=False)
+        step, pools, host, kernels = time_steps(passes, pools, table, cached=kv_len - 1, profile=True)
         steps.append(
             ModelStep(
                 batch=batch,
@@ -97,10 +97,14 @@ def measure(
     return steps
 
 
-def _steps(passes: Passes, pools, table, *, cached: int, profile: bool):
-    """Times dependent steps; returns median wall microseconds, pools, median dispatch microseconds, kernels by name."""
+def time_steps(passes: Passes, pools, table, *, cached: int, profile: bool, live: int | None = None):
+    """Times dependent steps; returns median wall microseconds, pools, median dispatch microseconds, kernels by name.
+
+    All requests of the table are active, or the first ``live``.
+    """
     batch = table.shape[0]
-    fixed = {"lens": np.full(batch, cached, np.int32), "active": np.ones(batch, np.int32)}
+    active = (np.arange(batch) < (batch if live is None else live)).astype(np.int32)
+    fixed = {"lens": np.full(batch, cached, np.int32) * active, "active": active}
     fixed = jax.device_put(fixed | zeros(SAMPLING, {"B": batch}, None)) | {"page_table": table}
     state = {"pools": pools, "tokens": jax.device_put(np.zeros(batch, np.int32))}
 

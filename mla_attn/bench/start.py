@@ -145,7 +145,7 @@ def _make(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Ma
 def _calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """Name, function and abstract arguments of each call that this device supports, by each of its implementations."""
     for heads, q_len, page_size in _CALLS:
-        facts = {"num_heads": heads, "max_q_len": q_len, "page_size": page_size}
+        facts: dict[str, Any] = {"num_heads": heads, "max_q_len": q_len, "page_size": page_size}
         spec, arguments = _attention(heads, q_len, page_size)
         for name, refusal in mla_attn.supports("mla_attention", **facts).items():
             if refusal is None and name != "reference":

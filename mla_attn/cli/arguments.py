@@ -61,6 +61,7 @@ def make_parser() -> Parser:
     _bench_serve(kinds.add_parser("serve", help="replay a trace of requests on the engine"))
     _bench_host(kinds.add_parser("host", help="time the engine's host work alone"))
     _bench_start(kinds.add_parser("start", help="time lowering and compiling, until an engine's first token"))
+    _bench_rungs(kinds.add_parser("rungs", help="time passes in programs for more requests or rows than there are"))
 
     _runs(commands.add_parser("supports", help="print which calls are supported"), "mla_attn.cli.supports")
     return parser
@@ -387,3 +388,25 @@ def _kernels_or_checkpoint(text: str) -> str:
 def _check_bench_start(options: argparse.Namespace) -> None:
     _check_drafts(options)
     output.check_files(options)
+
+
+def _bench_rungs(parser: Parser) -> None:
+    parser.description = (
+        "Time passes of a whole model with random bfloat16 weights in the programs for their own size and for larger "
+        "ones: what leaving a batch size, or a number of rows, out of an engine's ladder costs."
+    )
+    add = parser.add
+    parser.add_argument("model", choices=CONFIGS, help="model whose sizes are used")
+    batches, rows = several(integer(1, MOST_BATCH)), several(integer(1, 65536))
+    usual = (1, 2, 4, 8, 16, 32, 64)
+    numbers = ",".join(map(str, usual))
+    add("--batch", batches, default=usual, metavar="B,B", help=f"requests per decode step (default {numbers})")
+    usual = (64, 128, 256, 512)
+    numbers = ",".join(map(str, usual))
+    add("--rows", rows, default=usual, metavar="T,T", help=f"prompt rows per pass (default {numbers})")
+    kv_len = integer(1, min(config["max_position_embeddings"] for config in CONFIGS.values()))
+    add("--kv-len", kv_len, default=1024, metavar="N", help="tokens of each request (default 1024)")
+    add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
+    _implementation(parser)
+    output.add_arguments(parser, picture=None)
+    _runs(parser, "mla_attn.bench.rungs", output.check_files)
