@@ -39,6 +39,7 @@ FAULTS = "tests/engine/test_faults.py::"
 COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
 COMBINED = "tests/pallas_kernels/test_combine.py"
 SCHEDULE = "tests/pallas_kernels/test_work_list.py::"
+KEPT = "tests/programs/test_step.py::"
 ADAPTER = "tests/mosaic_gpu/test_mla.py::"
 DECODER = "mla_attn/models/decoder.py"
 DECODER_CONFIG = "mla_attn/models/decoder_config.py"
@@ -115,6 +116,12 @@ MUTANTS = (
     Mutant("padding requests write a slot", "mla_attn/engine/state.py", "slots = jnp.where(live, slots, ", "slots = jnp.where(live | ~live, slots, ", STATE),
     Mutant("padding requests draw", "mla_attn/engine/state.py", "jnp.where(live, x[\"temperature\"], 0.0)", "x[\"temperature\"]", STATE),
     Mutant("a lost beginning stays lost", "cache/prefix.py", "in own if digest not in self._kept}", "in own if digest not in self._kept and digests[-1] not in self._kept}", PREFIX + "test_a_beginning_that_was_lost_is_found_again"),
+    Mutant("a program of another version taken", "mla_attn/programs/naming.py", "        _versions(),\n", "", KEPT + "test_what_a_program_depends_on_is_in_its_name"),
+    Mutant("a program of other source taken", "mla_attn/programs/naming.py", '        ("source", _SOURCE),\n', "", KEPT + "test_what_a_program_depends_on_is_in_its_name"),
+    Mutant("a damaged program used", "mla_attn/programs/folder.py", "if head != _head(name, program):", "if len(head) < len(_MAGIC):", KEPT + "test_a_damaged_file_is_made_anew"),
+    Mutant("a program of another name used", "mla_attn/programs/folder.py", "hashlib.sha256(name.encode() + program)", "hashlib.sha256(program)", KEPT + "test_a_file_under_anothers_name_is_made_anew"),
+    Mutant("a call waits for its own rung", "mla_attn/buckets.py", "if not self.awaits(fitting[0]) or any(", "if True or any(", "tests/test_buckets.py::test_a_call_takes_a_larger_program_while_a_warm_up_goes_on"),
+    Mutant("a round of drafts in programs that are not there", "mla_attn/engine/launching.py", "if any(bucket.awaits(fitting[0]) for bucket in passes):", "if False:", "tests/engine/test_warming.py::test_requests_are_served_while_programs_compile"),
     Mutant("launches kept after a fault", "mla_attn/engine/faults.py", "engine._unread.clear()", "pass", FAULTS + "test_c51_an_interrupt_while_the_host_waits"),
     Mutant("pages trusted after a fault", "mla_attn/engine/faults.py", "engine._scheduler.reset(live)", "pass", FAULTS + "test_a_pass_that_raises"),
     Mutant("rows of other weights kept", "mla_attn/engine/engine.py", "self._in_doubt = True  # cached rows", "pass  # cached rows", FAULTS + "test_c49_other_weights_between_steps"),

@@ -4,13 +4,16 @@ import contextlib
 import gc
 import threading
 
+import jax
 import pytest
 
+from checkpoints import GEMMA2, GPT_OSS, LLAMA3, QWEN3, V2, V3
 from mla_attn import buckets
 from mla_attn.buckets import Buckets
 from mla_attn.engine import Engine, SamplingParams
+from mla_attn.models import open_checkpoint
 from mla_attn.passes.passes import forget_programs
-from traffic import CHAIN, MAX_LEN, check_tokens, serve, small_model
+from traffic import CHAIN, MAX_LEN, TREE, check_tokens, serve, small_model
 
 FEW = {"max_batch": 2, "num_pages": 18, "page_size": 4, "max_len": MAX_LEN, "prompt_tokens": 16}
 
@@ -102,3 +105,15 @@ def test_an_engine_whose_programs_are_kept(tmp_path):
         counts.append((statistics.programs, statistics.programs_read, engine.folder.written))
     assert counts == [(3, 0, 3), (3, 3, 0), (3, 0, 3)] and len(tokens) == 1
     forget_programs()
+
+
+@pytest.mark.parametrize("path", [V2, V3, QWEN3, GPT_OSS, GEMMA2, LLAMA3], ids=lambda path: path.name)
+def test_the_programs_of_every_model_have_names(path):
+    """Else they would be lowered in every process; and no two programs of an engine have the same one."""
+    opened = open_checkpoint(path)
+    drafts = (CHAIN, TREE) if opened.model.can_draft else ()
+    engine = Engine(opened.model, max_batch=2, num_pages=4, max_len=64, speculation=drafts)
+    arguments = jax.eval_shape(lambda: (engine._passes.state, engine._device))
+    rungs = [(bucket._step, rung) for bucket in engine._programs() for rung in bucket._rungs]
+    names = [step._name_of((*arguments, rung)) for step, rung in rungs]
+    assert None not in names and len(set(names)) == len(names)
