@@ -188,9 +188,9 @@ class Buckets:
 
 
 def best(fitting: list[int], *, there: Iterable[int], coming: Iterable[int] = ()) -> int:
-    """The rung for a call during a warm-up: the smallest that is ``there``, else the smallest that is ``coming``, else
-    the largest, which holds every later call too, and with which warm-ups begin."""
-    ready = [i for i in fitting if i in there] or [i for i in fitting if i in coming]
+    """The rung for a call during a warm-up: the smallest that is ``there``, else the first of those ``coming``, else
+    the largest, which later calls can use too, and which warm-ups begin with."""
+    ready = [i for i in fitting if i in there] or [i for i in list(coming) if i in fitting]
     return ready[0] if ready else fitting[-1]
 
 
