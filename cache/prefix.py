@@ -138,9 +138,9 @@ class PrefixCache:
     def evict(self, num_pages: int) -> bool:
         """Drops the least recently used pages until ``num_pages`` are free; drops none if there are too few.
 
-        Returns whether ``num_pages`` are free now. The end of a text is dropped before its beginning, with a window
-        the beginning before the end. Pages are chosen
-        by array operations over all pages, because tens of thousands would be too many for a Python loop.
+        Returns whether ``num_pages`` are free now. The end of a text is dropped before its beginning; with a window,
+        the beginning before the end. Pages are chosen by array operations over all pages, because tens of thousands
+        would be too many for a Python loop.
         """
         num_pages = check_integer("num_pages", num_pages, 0)
         missing = num_pages - self._pages.num_free
@@ -164,8 +164,10 @@ class PrefixCache:
         self._pages.unhold(*pages)
 
     def _touch(self, pages: Sequence[int]) -> None:
-        """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation. With a
-        window the last page is the most recent, because a prefix is found only by the pages in its last window."""
+        """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation.
+
+        With a window the last page is the most recent: a prefix is found by the pages of its last window.
+        """
         self._clock += len(pages)
         order = pages if self._window is None else pages[::-1]
         self._last_use[list(order)] = np.arange(self._clock, self._clock - len(pages), -1)

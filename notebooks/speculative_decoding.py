@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from mla_attn.engine import Engine, SamplingParams
+from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams
 from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
 
@@ -147,6 +147,31 @@ plt.show()
 # starts higher, because it has three candidates at its first level instead of one (for trees see arXiv:2305.09781). It
 # is one level shorter, so no step gives more than three tokens.
 #
+# ## Other drafters
+#
+# For a model without an MTP layer, drafts can come from another checkpoint with the same vocabulary, which has a cache
+# of its own, or from the request's text: the tokens that followed its last three tokens where these occurred before.
+# Such n-grams need no pass of a model. The same prompts are served with a chain of three drafts from each; the tokens
+# stay the same. How good n-grams are depends on how much the text repeats itself.
+
+# %%
+other = load_checkpoint(here.parent / "tests" / "fixtures" / "deepseek-v2-lite-tiny", dtype=jnp.float32)
+same = serve([(tokens, params(chain)) for tokens in prompts])
+tokens_per_step = {"MTP layer": length["chain 1x1x1"]}
+for name, draft in {"other checkpoint": DraftModel(other), "3-grams": NgramDrafts(3)}.items():
+    drafted = Engine(
+        model, draft=draft, speculation=(chain,), max_batch=2, num_pages=12, page_size=16, max_len=96, batches=(2,)
+    )
+    results = drafted.generate(prompts, params(chain), progress=False)
+    assert [result.tokens for result in results] == [list(itertools.chain(*pieces)) for pieces in same]
+    tokens_per_step[name] = drafted.statistics.acceptance_length
+figure, axis = plt.subplots(figsize=(6, 2))
+axis.bar_label(axis.barh(list(tokens_per_step), list(tokens_per_step.values())), fmt="%.2f", padding=2)
+axis.set(xlabel="tokens per verify step, chain of three drafts", xlim=(0, 4))
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
 # ## What a round costs
 #
 # A round drafts, verifies, and runs the accepted tokens through the draft layer. The expected speed-up of decoding is

@@ -36,6 +36,7 @@ PREFIX = "tests/cache/test_prefix.py::"
 STATE = "tests/engine/test_state.py"
 ENGINE = "tests/engine/test_engine.py::"
 FAULTS = "tests/engine/test_faults.py::"
+GROUPS = "tests/engine/test_groups.py::"
 COMBINE = "pallas_kernels/mosaic_gpu/combine.py"
 COMBINED = "tests/pallas_kernels/test_combine.py"
 SCHEDULE = "tests/pallas_kernels/test_work_list.py::"
@@ -131,6 +132,13 @@ MUTANTS = (
     Mutant("end tokens passed over", "mla_attn/engine/scheduler.py", "*(() if params.ignore_eos else eos_token_ids)", "", "tests/engine/test_requests.py::test_requests_end_at_the_models_end_tokens"),
     Mutant("idle pages of a prefix counted twice", "cache/prefix.py", " - int(np.count_nonzero(idle[found]))", "", "tests/cache/test_prefix.py::test_pages_that_are_found_are_not_available_beside"),
     Mutant("a callback's interrupt goes through", "mla_attn/engine/outputs.py", "except BaseException as error:", "except Exception as error:", ENGINE + "test_whatever_a_callback_raises_loses_nobody_elses_token"),
+    Mutant("a window's offset dropped", "mla_attn/passes/functions.py", 'x["kv_offsets"][:, next(offset)]', 'jnp.zeros_like(x["kv_offsets"][:, next(offset)])', GROUPS + "test_tokens_are_those_of_an_engine_that_keeps_all"),
+    Mutant("a window's page released a token early", "mla_attn/engine/pages.py", "final - table.window + 1", "final - table.window + 2", GROUPS + "test_any_traffic_of_windows_ends_with_all_pages_free"),
+    Mutant("a windowed table too narrow", "mla_attn/engine/pages.py", "(window + rows + page_size - 2)", "(window + rows - 2)", GROUPS + "test_any_traffic_of_windows_ends_with_all_pages_free"),
+    Mutant("a prefix found in one group alone", "mla_attn/engine/pages.py", "if len({len(pages) for pages in found}) > 1:", "if len(found[0]) < len(found[-1]):", GROUPS + "test_a_prefix_is_found_though_its_pages_were_released"),
+    Mutant("n-grams off by one", "mla_attn/speculative/ngrams.py", "((0, 0), (k + 1, 0))", "((0, 0), (k, 0))", "tests/speculative/test_ngrams.py::test_by_hand"),
+    Mutant("emitted tokens a place early in the text", "mla_attn/passes/drafters.py", 'first = x["lens"] + 1 - x["num_emitted"]', 'first = x["lens"] - x["num_emitted"]', "tests/engine/test_drafters.py::test_a_text_that_repeats_is_drafted_from"),
+    Mutant("a draft model without the anchor's row", "mla_attn/passes/drafters.py", 'md.for_draft_extend, x, x["lens"] + 1, **options', 'md.for_draft_extend, x, x["lens"], **options', "tests/engine/test_drafters.py::test_a_model_that_drafts_for_itself_is_always_right"),
     Mutant("room for one row in flight too few", "mla_attn/engine/scheduler.py", "request.num_decoded_rows + request.num_rows_in_flight", "request.num_decoded_rows", ENGINE + "test_tokens"),
     Mutant("preempted requests lose their tokens", "mla_attn/engine/scheduler.py", "self.waiting.appendleft(request)", "request.num_tokens = request.prompt_len; self.waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),
     Mutant("a group's last tile forgotten", WORK, "_keys_before(last + 1, plan, kv_stride)", "_keys_before(last, plan, kv_stride)", SCHEDULE + "test_any_batch"),

@@ -27,23 +27,13 @@ from mla_attn.engine.outputs import Launch, Outbox
 from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams, check_model, check_params
 from mla_attn.engine.scheduler import Request, Scheduler
-from mla_attn.engine.sizes import batch_ladder, choose_sizes, most_limits, row_ladder
-from mla_attn.engine.state import create_states, on_states
+from mla_attn.engine.sizes import batch_ladder, choose_sizes, most_limits, pass_shapes, row_ladder
+from mla_attn.engine.state import create_device, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
 from mla_attn.models.base import CausalLM
 from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
-from mla_attn.passes import (
-    DraftModel,
-    DraftPasses,
-    Drafts,
-    NgramDrafts,
-    Passes,
-    Shapes,
-    all_groups,
-    all_pools,
-    most_positions,
-)
+from mla_attn.passes import DraftModel, DraftPasses, Drafts, Passes, all_groups, most_positions
 from mla_attn.programs import open_folder
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
@@ -70,13 +60,16 @@ class Engine:
         model: a loaded checkpoint.
         max_batch: most requests that run at the same time.
         num_pages: pages of the cache. None for as many as fit in memory; on a CPU at most the pages that ``max_batch``
-            of the longest requests need.
+            of the longest requests need. A dict has a number for each cache group, equal for groups with equal windows.
+            A single number is for the groups without a window; the others get the pages that ``max_batch`` requests
+            need, twice that with a prefix cache, but at most this number.
         page_size: tokens per page.
         max_len: most tokens of a request, prompt and new ones together. None for the model's positions, or the tokens
             that all pages hold if that is less; the choice is logged.
         memory_fraction: share of the free memory for the cache, above 0 and at most 1, if ``num_pages`` is None. None
             for 0.9 on a GPU (of the memory that JAX may allocate), 0.25 on a CPU.
         speculation: draft trees that requests may use; each adds programs to compile.
+        draft: the drafter: a ``DraftModel``, ``NgramDrafts``, or None for the model's own draft layer.
         prompt_tokens: most prompt tokens per step, summed over requests; longer prompts are split into prefill chunks,
             between which other requests get tokens.
         batches: batch sizes to compile passes for, the largest at least ``max_batch``; None for powers of two up to it.
@@ -89,7 +82,8 @@ class Engine:
 
     Raises:
         ValueError: ``model`` is not a model, a size is not an integer or below 1, ``max_len`` exceeds the model's
-            positions, memory is too small, the model cannot draft the trees, or the implementation is unknown.
+            positions, a group has too few pages, memory is too small, the drafter cannot draft the trees, or the
+            implementation is unknown.
         TypeError: an unknown argument; the message suggests a name.
         NotImplementedError: the implementation does not support this model here; the message has the reason.
     """
@@ -181,16 +175,7 @@ class Engine:
         self._limits, self._cache, self._batches = limits, cache, batches
         self._counters, self._draft = Counters(), draft
         self._scheduler = Scheduler(limits, cache, self._counters)
-        widths = self._scheduler.tables.widths
-        shapes = Shapes(
-            batches=batches,
-            prompt_rows=prompt_rows,
-            table_width=dict(widths).get(None, 0),
-            windows=tuple((window, width) for window, width in widths if window is not None),
-            page_size=cache.page_size,
-            max_len=limits.max_len,
-            prompt_batches=(min(limits.prompts_per_pass, limits.max_batch),),
-        )
+        shapes = pass_shapes(limits, cache, self._scheduler.tables.widths, batches, prompt_rows)
         other = draft.model if isinstance(draft, DraftModel) else None
         self.folder = open_folder(cache_dir)
         options = {"implementation": implementation, "wrap": on_states, "folder": self.folder}
@@ -218,11 +203,7 @@ class Engine:
 
     def _create_device(self) -> tuple[Any, Any]:
         """Creates empty pools of all cache groups, and the states of requests."""
-        cache, limits = self._cache, self._limits
-        pools = all_pools(self.model, self._draft, cache.pages_of, cache.page_size)
-        sizes = {"hidden_size": self.model.hidden_size if self._draft is None else 0, "dtype": self.model.dtype}
-        sizes["text_len"] = limits.max_len if isinstance(self._draft, NgramDrafts) else 0
-        return pools, create_states(limits.max_batch, self.speculation, **sizes)
+        return create_device(self.model, self._draft, self.speculation, self._limits, self._cache)
 
     def warm_up(self, *, progress: bool = True, background: bool = False) -> float:
         """Compiles every program ahead of time, with a progress bar; returns the seconds it took.

@@ -14,7 +14,7 @@ from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS
 from mla_attn.memory import free_bytes, tree_bytes
 from mla_attn.models.base import CacheGroup, CausalLM, check_groups, create_pools
-from mla_attn.passes import DraftModel, Drafts, NgramDrafts, check_drafts, most_positions
+from mla_attn.passes import DraftModel, Drafts, NgramDrafts, Shapes, check_drafts, most_positions
 from mla_attn.speculative import DraftTree
 from mla_attn.text import gibibytes
 
@@ -85,6 +85,26 @@ def choose_sizes(
     if max_len is None:
         logger.info("max_len=%d, of max_position_embeddings=%d", limits.max_len, positions)
     return CacheSizes(num_pages=given.get(None, 0), windows=tuple(windows.items()), **facts), limits
+
+
+def pass_shapes(
+    limits: Limits,
+    cache: CacheSizes,
+    widths: Iterable[tuple[int | None, int]],
+    batches: tuple[int, ...],
+    prompt_rows: tuple[int, ...],
+) -> Shapes:
+    """The shapes that an engine's passes are compiled for; ``widths`` are window and columns of each page table."""
+    widths = tuple(widths)
+    return Shapes(
+        batches=batches,
+        prompt_rows=prompt_rows,
+        table_width=dict(widths).get(None, 0),
+        windows=tuple((window, width) for window, width in widths if window is not None),
+        page_size=cache.page_size,
+        max_len=limits.max_len,
+        prompt_batches=(min(limits.prompts_per_pass, limits.max_batch),),
+    )
 
 
 def window_pages(

@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from mla_attn.passes import FIELDS, KEPT, Arrays, Pass, structs
+from mla_attn.engine.pages import CacheSizes, Limits
+from mla_attn.models.base import CausalLM, Pools
+from mla_attn.passes import FIELDS, KEPT, Arrays, Drafts, NgramDrafts, Pass, all_pools, structs
 from mla_attn.speculative import DraftTree
 
 States = dict[str, Array]
@@ -33,6 +35,16 @@ def create_states(
         "L": text_len,
     }
     return {name: jnp.zeros(s.shape, s.dtype) for name, s in structs(KEPT, sizes, dtype).items()}
+
+
+def create_device(
+    model: CausalLM, draft: Drafts, trees: Iterable[DraftTree], limits: Limits, cache: CacheSizes
+) -> tuple[Pools, States]:
+    """All-zero pools of all cache groups, those of a draft model included, and the states of ``max_batch`` requests."""
+    sizes = {"hidden_size": model.hidden_size if draft is None else 0, "dtype": model.dtype}
+    sizes["text_len"] = limits.max_len if isinstance(draft, NgramDrafts) else 0
+    pools = all_pools(model, draft, cache.pages_of, cache.page_size)
+    return pools, create_states(limits.max_batch, trees, **sizes)
 
 
 def on_states(inner: Pass) -> Pass:

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checkpoints import GEMMA2, GPT_OSS
 from helpers import OPTIMIZED
 from mla_attn import metadata as build
 from mla_attn.cache import PageAllocator
-from mla_attn.engine import DraftModel, SamplingParams
+from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams
 from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
 from mla_attn.engine.scheduler import Request, Scheduler
 from mla_attn.engine.statistics import Counters
+from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
 from traffic import CHAIN, assert_idle, check_tokens, collect, serve, small_engine, some_prompt
 from windows import whole, windowed_model
@@ -315,3 +317,27 @@ def test_speculation_over_windows(unchecked):
         check_tokens(engine.model, [n, 3, 5], found[name][0], params)
     assert set(engine.statistics.pages) == {"full", "window6", "draft.window5"}
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("path", [GEMMA2, GPT_OSS], ids=lambda path: path.name)
+def test_checkpoints_with_windows(path, unchecked):
+    """Their greedy tokens, windows of 16 crossed: plain, then drafted from the text after prefixes that are found."""
+    with np.load(path / "expected.npz") as file:
+        prompts = [file[name].tolist() for name in sorted(file.files) if name.startswith("prompt_")]
+        wanted = [file[name].tolist() for name in sorted(file.files) if name.startswith("greedy_")]
+    sizes = {"max_batch": 4, "batches": (4,), "num_pages": 100, "page_size": 8, "max_len": 304, "prompt_tokens": 32}
+    model = load_checkpoint(path, dtype=jnp.float32)
+    engine = Engine(model, **sizes, speculation=(CHAIN,), draft=NgramDrafts(3))
+    assert prompts and len(engine._scheduler.tables.all) == 2
+    for kind in (None, CHAIN):
+        names = [
+            engine.add_request(prompt, SamplingParams(max_new_tokens=len(new), speculation=kind, ignore_eos=True))
+            for prompt, new in zip(prompts, wanted, strict=True)
+        ]
+        found = {}
+        while engine.busy:
+            collect(engine.step(), found)
+            check_pages(engine)
+        assert [found[name][0] for name in names] == wanted
+    assert engine.statistics.reused_tokens > 0
+    assert engine.statistics.acceptance_length > 1
