@@ -167,6 +167,7 @@ def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chun
         prompts_per_pass=batch,
         prompt_chunk=chunk,
         whole_prompts=chunk == longest,
+        all_drafted=bool(trees),
         prompts_first=True,
         overlap=False,
         **drafting,

@@ -26,6 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams
+from mla_attn.generation import generate
 from mla_attn.models import load_checkpoint
 from mla_attn.speculative import DraftTree
 
@@ -159,12 +160,9 @@ other = load_checkpoint(here.parent / "tests" / "fixtures" / "deepseek-v2-lite-t
 same = serve([(tokens, params(chain)) for tokens in prompts])
 tokens_per_step = {"MTP layer": length["chain 1x1x1"]}
 for name, draft in {"other checkpoint": DraftModel(other), "3-grams": NgramDrafts(3)}.items():
-    drafted = Engine(
-        model, draft=draft, speculation=(chain,), max_batch=2, num_pages=12, page_size=16, max_len=96, batches=(2,)
-    )
-    results = drafted.generate(prompts, params(chain), progress=False)
-    assert [result.tokens for result in results] == [list(itertools.chain(*pieces)) for pieces in same]
-    tokens_per_step[name] = drafted.statistics.acceptance_length
+    made = generate(model, prompts, max_new_tokens=NEW, num_drafts=3, draft=draft, page_size=16)
+    assert made.tokens == [list(itertools.chain(*pieces)) for pieces in same]
+    tokens_per_step[name] = made.statistics.acceptance_length
 figure, axis = plt.subplots(figsize=(6, 2))
 axis.bar_label(axis.barh(list(tokens_per_step), list(tokens_per_step.values())), fmt="%.2f", padding=2)
 axis.set(xlabel="tokens per verify step, chain of three drafts", xlim=(0, 4))

@@ -226,7 +226,8 @@ class Engine:
         """The ``Buckets`` of all programs, in order of use."""
         drafting = [bucket for passes in self._drafting.values() for bucket in passes.all]
         extend = [] if self._limits.whole_prompts else [self._passes.extend]
-        return [self._passes.prefill, self._passes.decode, *drafting, *extend]
+        decode = [] if self._limits.all_drafted else [self._passes.decode]
+        return [self._passes.prefill, *decode, *drafting, *extend]
 
     # Requests.
 

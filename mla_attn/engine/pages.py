@@ -30,6 +30,7 @@ class Limits:
         rows_ahead: rows that a draft model caches beyond the committed tokens: 1, for the anchor.
         drafts_cached: whether the drafter caches its own rows, which requests without drafts do not write.
         whole_prompts: whether prompts are never split and never begin with cached pages, so that ``extend`` is unused.
+        all_drafted: whether every request has drafts, so that ``decode`` is unused.
         prompts_first: whether a step that computes prompts does nothing else.
         overlap: whether a step reads the tokens of the previous step; otherwise it reads its own.
     """
@@ -44,6 +45,7 @@ class Limits:
     rows_ahead: int = 0
     drafts_cached: bool = True
     whole_prompts: bool = False
+    all_drafted: bool = False
     prompts_first: bool = False
     overlap: bool = True
 

@@ -67,9 +67,15 @@ def test_a_model_that_drafts_for_itself_is_always_right(windows, kind):
 
 
 def test_a_text_that_repeats_is_drafted_from():
-    """Texts of a small random model end in circles, which n-grams follow."""
+    """Texts of a small random model end in circles, which n-grams follow; they are on the device as they are."""
     engine = small_engine(model=windowed_model((None, 6)), draft=NgramDrafts(3), num_pages=44)
     assert np.mean([acceptance(engine, [first, 5], CHAIN, 40) for first in range(3)]) > 1.8
+    prompt = list(range(11)) * 2  # in two parts
+    for kind in (CHAIN, TREE):
+        text = [*prompt, *serve(engine, prompt, max_new_tokens=20, speculation=kind)]
+        assert np.asarray(engine._device[1]["text"])[0, : len(text)].tolist() == text
+        prompt = text[:24]  # the beginning of the next one is found, and on the device all the same
+    assert engine.statistics.reused_tokens > 0
 
 
 def test_what_cannot_draft_is_refused(unchecked):
