@@ -1,7 +1,8 @@
 """Measurement of wall times and kernel times.
 
-A call is ``call(q_latent, q_rope, pool, metadata, layer) -> (out, lse)``. As in a model, successive calls read
-successive layers of the pool; together the layers are far larger than any cache.
+A call is ``call(query, *others, layer) -> (out, lse)``; others are the pool, the metadata and, of MLA, before them the
+rope part of the query. As in a model, successive calls read successive layers of the pool; together the layers are far
+larger than any cache.
 """
 
 import collections
@@ -34,30 +35,30 @@ def seconds_per_call(f, args, *, burst: int = 1) -> float:
 
 
 def chain(call, calls: int, layers: int, *, unroll: bool):
-    """Makes a program of dependent calls, ``(q_latent, q_rope, pool, metadata) -> (out, lse)`` of the last call.
+    """Makes a program of dependent calls, ``(query, *others) -> (out, lse)`` of the last call.
 
-    A call's output is the next call's latent query. This dependence needs no extra kernel, and no compiler can remove
-    it. An ``optimization_barrier`` would not do: XLA removes unused values that pass through a barrier, and so all
-    calls of an unrolled chain but one. (XLA may still share computations that do not depend on the query, such as the
-    baseline's gather, between unrolled calls of one layer.)
+    A call's output is the next call's query (of MLA the latent part). This dependence needs no extra kernel, and no
+    compiler can remove it. An ``optimization_barrier`` would not do: XLA removes unused values that pass through a
+    barrier, and so all calls of an unrolled chain but one. (XLA may still share computations that do not depend on the
+    query, such as the baseline's gather, between unrolled calls of one layer.)
     """
 
-    def program(q_latent, q_rope, pool, metadata):
+    def program(query, *others):
         def body(i, last):
-            return call(last[0], q_rope, pool, metadata, i % layers)
+            return call(last[0], *others, i % layers)
 
-        return lax.fori_loop(0, calls, body, (q_latent, jnp.zeros(q_latent.shape[:2])), unroll=unroll)
+        return lax.fori_loop(0, calls, body, (query, jnp.zeros(query.shape[:2])), unroll=unroll)
 
     return program
 
 
 def chain_seconds(compiled, args, calls: int, burst: int) -> float:
     """Wall seconds per call of ``burst`` chains, each of which starts from the result of the previous one."""
-    q_latent, *others = args
+    query, *others = args
     start = time.perf_counter()
     for _ in range(burst):
-        q_latent, _ = compiled(q_latent, *others)
-    jax.block_until_ready(q_latent)
+        query, _ = compiled(query, *others)
+    jax.block_until_ready(query)
     return (time.perf_counter() - start) / (burst * calls)
 
 

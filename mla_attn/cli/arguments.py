@@ -174,8 +174,9 @@ def _check_generate(options: argparse.Namespace) -> None:
 
 
 def _bench_ops(parser: Parser) -> None:
-    parser.description = f"Check and time MLA implementations. A shape is {shapes.GRAMMAR}"
+    parser.description = f"Check and time implementations of an attention op. A shape is {shapes.GRAMMAR}"
     add = parser.add
+    parser.add_argument("--op", choices=("mla", "gqa"), default="mla", help="latent or grouped-query (default mla)")
     shape, lengths = Kind(shapes.parse_shape, None), Kind(_lengths, None)
     add("--shape", shape, action="append", metavar="SHAPE", help="a shape; may be repeated")
     parser.add_argument("--set", choices=shapes.SETS, help="named shapes (default: cpu on a CPU, hopper elsewhere)")
@@ -184,11 +185,13 @@ def _bench_ops(parser: Parser) -> None:
     )
     heads, q_len = integer(1, shapes.MOST_HEADS), integer(1, shapes.MOST_QUERIES)
     add("--heads", heads, default=128, metavar="H", help="query heads with --kv-lens (default 128)")
+    add("--kv-heads", heads, default=8, metavar="K", help="key and value heads with --kv-lens and --op gqa (default 8)")
     add("--q-len", q_len, default=1, metavar="S", help="query tokens with --kv-lens (default 1)")
     parser.add_argument("--list", action=_List, help="print the named shapes and run nothing")
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of all arrays (default bfloat16)")
-    add("--latent", _LATENT, default=(512, 64), metavar="R+E", help="latent and rope channels (default 512+64)")
+    add("--latent", _LATENT, default=(512, 64), metavar="R+E", help="MLA's latent and rope channels (default 512+64)")
+    add("--head-dim", integer(1, 65536), default=128, metavar="D", help="channels of GQA's heads (default 128)")
     add(
         "--implementation",
         words(*IMPLEMENTATIONS, DENSE_GATHER),
@@ -227,16 +230,22 @@ class _List(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(shapes.GRAMMAR)
-        for name, texts in shapes.SETS.items():
-            print(f"\n{name}:", *texts, sep="\n  ")
+        for op, sets in (("mla", shapes.SETS), ("gqa", shapes.GQA_SETS)):
+            for name, texts in sets.items():
+                print(f"\n{name} ({op}):", *texts, sep="\n  ")
         parser.exit()
 
 
 def _check_bench_ops(options: argparse.Namespace) -> None:
     if options.kv_lens:
         requests = len(shapes.parse_lengths(options.kv_lens))
-        text = f"{requests}x{options.heads}x{options.q_len}x{options.kv_lens}"
+        heads = options.heads if options.op == "mla" else f"{options.heads}/{options.kv_heads}"
+        text = f"{requests}x{heads}x{options.q_len}x{options.kv_lens}"
         options.shape = [*(options.shape or ()), shapes.parse_shape(text)]
+    for shape in options.shape or ():
+        if (shape.kv_heads is None) != (options.op == "mla"):
+            allowed = "without key and value heads" if options.op == "mla" else "with them, as 8x32/8x1x4096"
+            raise ValueError(f"--shape {shape.name} with --op {options.op}: must be {allowed}")
     output.check_files(options)
 
 

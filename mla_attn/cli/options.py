@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, *arguments: Any) -> argparse.Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         options = super().parse_args(*arguments)
         for name, value in vars(options).items():
-            if value == []:  # Python 3.12 parses "--option=--" to this
+            if isinstance(value, list) and (value == [] or [] in value):  # Python 3.12 parses "--option=--" to this
                 self.error(f"argument --{name.replace('_', '-')}: expected one argument")
         return options
 

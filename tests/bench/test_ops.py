@@ -15,12 +15,12 @@ from jax.profiler import ProfileData
 from mla_attn.bench import ceilings, timing
 from mla_attn.bench.ops import command, problem, report
 from mla_attn.bench.ops import run as bench_run
-from mla_attn.bench.ops.shapes import SETS, Shape, parse_lengths, parse_shape
+from mla_attn.bench.ops.shapes import GQA_SETS, SETS, Shape, parse_lengths, parse_shape
 from mla_attn.cli import main
 from mla_attn.dispatch import Implementation
-from mla_attn.ops import mla
+from mla_attn.ops import gqa, mla
 from mla_attn.reference.mla import mla_attention as reference
-from mla_attn.specs import MLASpec
+from mla_attn.specs import GQASpec, MLASpec
 
 SMALL = ["--latent", "16+8", "--page-size", "4", "--repeats", "2", "--seed", "7"]
 SHAPE = "3x2x2x9+2+5"
@@ -60,6 +60,14 @@ def test_operations_and_bytes_of_deepseek():
     shape = parse_shape("128x128x1x4096")
     assert shape.flops(spec) == 2176 * 128 * 128 * 4096
     assert shape.bytes(spec, row_bytes=1152, itemsize=2) == 1152 * 128 * 4096 + 2 * 1088 * 128 * 128
+
+
+def test_operations_and_bytes_of_grouped_queries():
+    shape = parse_shape("2x6/3x2x5+3")
+    assert (shape.heads, shape.kv_heads, shape.kv_lens) == (6, 3, (5, 3))
+    spec = GQASpec(num_heads=6, num_kv_heads=3, head_dim=4, v_head_dim=2, scale=1.0)
+    assert shape.flops(spec) == (4 + 5 + 2 + 3) * 6 * 2 * (4 + 2)
+    assert shape.bytes(spec, row_bytes=36, itemsize=2) == 36 * 8 + 2 * (2 * 2 * 6 * (4 + 2))
 
 
 def test_bound_is_the_slower_of_memory_and_compute():
@@ -114,6 +122,9 @@ def test_malformed_shapes(text, message):
     ("arguments", "message"),
     [
         (["--shape", "4x16"], "shape '4x16' must be"),
+        (["--shape", "4x16/8x1x9"], "--shape 4x16/8x1x9 with --op mla: must be without key and value heads"),
+        (["--op", "gqa", "--shape", "4x16x1x9"], "--shape 4x16x1x9 with --op gqa: must be with them, as 8x32/8x1x4096"),
+        (["--op", "gqa", "--shape", "4x16/3x1x9"], "key and value heads must divide the query heads"),
         (["--implementation", "xla,cudnn"], "--implementation 'xla,cudnn' must be one of mosaic_gpu, xla,"),
         (["--latent", "512"], "as 512+64"),
         (["--latent", "0+0"], "--latent 0+0 must be latent channels, 1 to 65536, and rope channels"),
@@ -138,9 +149,10 @@ def test_list_prints_the_named_shapes_and_runs_nothing(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "ops", "--list"])
     printed = capsys.readouterr().out.split()
-    for text in (*SETS["cpu"], *SETS["hopper"]):
-        assert text in printed
-        parse_shape(text)
+    for sets, grouped in ((SETS, False), (GQA_SETS, True)):
+        for text in (*sets["cpu"], *sets["hopper"]):
+            assert text in printed
+            assert (parse_shape(text).kv_heads is not None) == grouped
 
 
 def test_the_command_names_its_shapes_and_implementations(monkeypatch):
@@ -153,8 +165,11 @@ def test_the_command_names_its_shapes_and_implementations(monkeypatch):
     monkeypatch.setattr(command, "run", run)
     main(["bench", "ops", "--json"])
     main(["bench", "ops", "--json", "--set", "cpu", "--kv-lens", "6,2*3", "--heads", "2", "--implementation", "xla"])
+    main(["bench", "ops", "--json", "--op", "gqa", "--kv-lens", "6,2", "--heads", "4", "--kv-heads", "2"])
+    main(["bench", "ops", "--json", "--op", "gqa", "--set", "cpu"])
+    assert asked[2:] == [(["2x4/2x1x6+2"], ["xla", "dense-gather"]), (list(GQA_SETS["cpu"]), ["xla", "dense-gather"])]
     cpu = list(SETS["cpu"])
-    assert asked == [(cpu, ["xla", "dense-gather"]), ([*cpu, "3x2x1x6+2*3"], ["xla"])]
+    assert asked[:2] == [(cpu, ["xla", "dense-gather"]), ([*cpu, "3x2x1x6+2*3"], ["xla"])]
 
 
 # Running
@@ -174,6 +189,7 @@ def test_json_has_everything(capsys):
         "page_size": 4,
         "dtype": "bfloat16",
         "latent": [16, 8],
+        "head_dim": 128,
         "repeats": 2,
         "unroll": False,
         "seed": 7,
@@ -188,6 +204,33 @@ def test_json_has_everything(capsys):
         assert 0 < low <= result["wall_us"] <= high
         assert result["kernel_us"] is None and "GPU" in result["kernel_reason"]
         assert result["temp_bytes"] > 0 and result["bound"] in ("memory", "compute")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_grouped_queries(capsys, dtype):
+    shape, options = "3x4/2x2x9+2+5", ("--op", "gqa", "--head-dim", "16", "--dtype", dtype)
+    found = bench(capsys, *options, "--shape", shape, "--implementation", "xla,dense-gather")
+    assert [(r["implementation"], r["status"]) for r in found["results"]] == [("xla", "ok"), ("dense-gather", "ok")]
+    assert found["configuration"]["head_dim"] == 16
+    assert "heads of 16" in report.table(found)
+
+
+def test_grouped_queries_that_read_other_heads_are_wrong(monkeypatch, capsys):
+    """Of two KV heads each stands alone in what is expected; and poison past lengths is met."""
+    real, specification = gqa.IMPLEMENTATIONS
+    shape, options = "3x4/2x2x9+2+5", ("--op", "gqa", "--head-dim", "16", "--implementation", "xla", "--shape")
+
+    def swapped(q, *arguments, **options):
+        return real.run(q[:, ::-1], *arguments, **options)
+
+    def longer(q, pool, metadata, *arguments, **options):
+        metadata = dataclasses.replace(metadata, kv_lens=metadata.kv_lens + 1)
+        return real.run(q, pool, metadata, *arguments, **options)
+
+    for run, reason in ((swapped, "maximum error .* x its tolerance"), (longer, "NaN or infinity in the result")):
+        monkeypatch.setattr(gqa, "IMPLEMENTATIONS", (dataclasses.replace(real, run=run), specification))
+        (wrong,) = bench(capsys, *options, shape, status=1)["results"]
+        assert wrong["status"] == "wrong" and re.search(reason, wrong["reason"])
 
 
 def test_float32_and_unrolled_calls(capsys):

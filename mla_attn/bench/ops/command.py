@@ -9,17 +9,18 @@ import jax
 from mla_attn.bench import output
 from mla_attn.bench.ops import report, roofline
 from mla_attn.bench.ops.run import default_implementations, run
-from mla_attn.bench.ops.shapes import SETS, Shape, parse_shape
+from mla_attn.bench.ops.shapes import GQA_SETS, SETS, Shape, parse_shape
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs the benchmark. Exit status: 1 if an implementation is wrong or fails, else 0."""
     full = run(
         _shapes(options),
-        options.implementation or default_implementations(),
+        options.implementation or default_implementations(options.op),
         page_size=options.page_size,
         dtype=options.dtype,
         latent=options.latent,
+        head_dim=options.head_dim,
         repeats=options.repeats,
         unroll=options.unroll,
         seed=secrets.randbits(31) if options.seed is None else options.seed,
@@ -34,4 +35,5 @@ def main(options: argparse.Namespace) -> int:
 def _shapes(options: argparse.Namespace) -> list[Shape]:
     usual = None if options.shape else "cpu" if jax.default_backend() == "cpu" else "hopper"
     named = options.set or usual
-    return [*map(parse_shape, SETS[named] if named else ()), *(options.shape or ())]
+    sets = SETS if options.op == "mla" else GQA_SETS
+    return [*map(parse_shape, sets[named] if named else ()), *(options.shape or ())]

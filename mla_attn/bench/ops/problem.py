@@ -2,16 +2,19 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_attn.bench.ops.shapes import Shape
-from mla_attn.cache import LatentPool
+from mla_attn.bench.ops.shapes import Shape, widths
+from mla_attn.cache import KVPool, LatentPool
 from mla_attn.metadata import AttentionMetadata, for_decode, for_target_verify
-from mla_attn.ops import mla_attention
-from mla_attn.specs import MLASpec
+from mla_attn.ops import gqa_attention, mla_attention
+from mla_attn.specs import GQASpec, MLASpec
+
+Spec = MLASpec | GQASpec
 
 # Bytes of all layers together, large enough that no layer is still in a cache when it is read again.
 ROTATED_BYTES = {"gpu": 2**30, "cpu": 2**29}
@@ -22,19 +25,18 @@ class Problem:
     """A pool of several layers, and the metadata and queries of a call over any of them, on the device."""
 
     shape: Shape
-    spec: MLASpec
-    pool: LatentPool
+    spec: Spec
+    pool: Any
     metadata: AttentionMetadata
-    q_latent: jax.Array
-    q_rope: jax.Array
+    queries: tuple[jax.Array, ...]  # MLA's are the latent and the rope part
 
     @property
     def arguments(self):
         """All arguments of the call except the layer."""
-        return self.q_latent, self.q_rope, self.pool, self.metadata
+        return *self.queries, self.pool, self.metadata
 
 
-def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtype, seed: int) -> Problem:
+def make_problem(shape: Shape, spec: Spec, *, page_size: int, dtype: jnp.dtype, seed: int) -> Problem:
     """Draws normal data in shuffled pages, with NaN in free pages and past lengths, and invalid ids in unused table
     entries."""
     rng, kv_lens = np.random.default_rng(seed), np.array(shape.kv_lens)
@@ -49,22 +51,34 @@ def make_problem(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtyp
     left = (kv_lens[:, None] - np.arange(width) * page_size)[used]
     seen[order[:-3]] = np.arange(page_size) < left[:, None]
 
-    layers = _layers(num_pages * page_size * spec.latent_dim * dtype.itemsize)
-    keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 3)
-    data = _fill(keys[0], jnp.asarray(seen), layers, spec.latent_dim, dtype)
-    pool = LatentPool(data, layers, num_pages, spec.kv_lora_rank, 1, num_pages)
-    rows = (len(kv_lens) * shape.q_len, shape.heads)
-    q_latent = jax.random.normal(keys[1], (*rows, spec.kv_lora_rank), dtype)
-    q_rope = jax.random.normal(keys[2], (*rows, spec.qk_rope_head_dim), dtype)
-    return Problem(shape, spec, pool, _metadata(shape, table, kv_lens, page_size), q_latent, q_rope)
+    layers = _layers(num_pages * page_size * _row_width(spec) * dtype.itemsize)
+    keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 4)
+    rows, fill = (len(kv_lens) * shape.q_len, shape.heads), (jnp.asarray(seen), layers)
+    if isinstance(spec, MLASpec):
+        data = _fill(keys[0], *fill, (spec.latent_dim,), dtype)
+        pool = LatentPool(data, layers, num_pages, spec.kv_lora_rank, 1, num_pages)
+        parts = (spec.kv_lora_rank, spec.qk_rope_head_dim)
+    else:
+        k, v = (
+            _fill(key, *fill, (spec.num_kv_heads, width), dtype)
+            for key, width in zip((keys[0], keys[3]), widths(spec), strict=True)
+        )
+        pool, parts = KVPool(k, v, layers, num_pages), (spec.head_dim,)
+    queries = tuple(jax.random.normal(key, (*rows, part), dtype) for key, part in zip(keys[1:], parts, strict=False))
+    return Problem(shape, spec, pool, _metadata(shape, table, kv_lens, page_size), queries)
 
 
-def problem_bytes(shape: Shape, spec: MLASpec, *, page_size: int, dtype: jnp.dtype) -> int:
+def _row_width(spec: Spec) -> int:
+    """Elements of a cached token."""
+    return spec.latent_dim if isinstance(spec, MLASpec) else spec.num_kv_heads * sum(widths(spec))
+
+
+def problem_bytes(shape: Shape, spec: Spec, *, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of a problem: pool, page table and its temporaries, queries and outputs."""
     num_pages = sum(-(-length // page_size) for length in shape.kv_lens) + 3
-    layer_bytes = num_pages * page_size * spec.latent_dim * dtype.itemsize
+    layer_bytes = num_pages * page_size * _row_width(spec) * dtype.itemsize
     table = len(shape.kv_lens) * shape.table_width(page_size)
-    rows = len(shape.kv_lens) * shape.q_len * shape.heads * (spec.latent_dim + spec.kv_lora_rank)
+    rows = len(shape.kv_lens) * shape.q_len * shape.heads * sum(widths(spec))
     return _layers(layer_bytes) * layer_bytes + 16 * table + rows * dtype.itemsize
 
 
@@ -75,12 +89,13 @@ def _layers(layer_bytes: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _fill(key, seen, layers, channels, dtype):
-    """Pool data [layers * N, P, C]. One layer is drawn; each further layer has the same rows, shifted by a page."""
-    rows = jax.random.normal(key, (*seen.shape, channels), dtype)
-    poison = jnp.array(jnp.nan, dtype)
+    """Pool data [layers * N, P, *channels]. One layer is drawn; each further layer has the same rows, shifted by a
+    page."""
+    rows = jax.random.normal(key, (*seen.shape, *channels), dtype)
+    poison, seen = jnp.array(jnp.nan, dtype), seen.reshape(*seen.shape, *(1 for _ in channels))
 
     def layer(i):
-        return jnp.where(seen[..., None], jnp.roll(rows, i, axis=0), poison)
+        return jnp.where(seen, jnp.roll(rows, i, axis=0), poison)
 
     return jax.lax.map(layer, jnp.arange(layers, dtype=jnp.int32)).reshape(-1, *rows.shape[1:])
 
@@ -108,27 +123,45 @@ def expected(problem: Problem, layer: int) -> Expected:
     The reference implementation computes them head by head over the same gathered rows, so that it needs memory only
     for a few requests' rows in float32.
     """
-    shape, pool, spec = problem.shape, problem.pool, dataclasses.replace(problem.spec, num_heads=1)
+    shape, pool = problem.shape, problem.pool
     kv_lens, q_len = np.array(shape.kv_lens), shape.q_len
     chosen = np.unique(np.array([kv_lens.argmax(), kv_lens.argmin(), 0, len(kv_lens) - 1]))
     kv_lens = kv_lens[chosen]
     table = np.asarray(problem.metadata.page_table)[chosen, : -(-kv_lens.max() // pool.page_size)]
     metadata = _metadata(shape, table, kv_lens, pool.page_size)
     rows = (chosen[:, None] * q_len + np.arange(q_len)).ravel()
-
-    def attend(q_latent, q_rope, pool):
-        options = {"layer": layer, "return_lse": True, "out_dtype": jnp.float32, "implementation": "reference"}
-        return mla_attention(q_latent[:, None], q_rope[:, None], pool, metadata, spec, **options)
-
-    per_head = jax.jit(jax.vmap(attend, in_axes=(1, 1, None), out_axes=1))
-    out, lse = per_head(problem.q_latent[rows], problem.q_rope[rows], pool)
-    pages = pool.data[pool.placement.physical_pages(jnp.clip(metadata.page_table, 0, pool.num_pages - 1), layer)]
-    v_max = np.abs(np.asarray(pages[..., : pool.kv_lora_rank]).astype(np.float32)).max(axis=-1)
+    out, lse = _by_head(problem, [query[rows] for query in problem.queries], metadata, layer)
+    pages = pool.placement.physical_pages(jnp.clip(metadata.page_table, 0, pool.num_pages - 1), layer)
+    values = pool.arrays[1][pages] if isinstance(pool, KVPool) else pool.data[pages][..., : pool.kv_lora_rank]
+    v_max = np.abs(np.asarray(values).astype(np.float32)).reshape(*pages.shape, pool.page_size, -1).max(axis=-1)
     v_max = v_max.reshape(len(chosen), -1)
     common = np.arange(v_max.shape[1]) < kv_lens[:, None] - q_len + 1
     v_max = np.where(common, v_max, 0).max(axis=1).repeat(q_len)
-    out, lse = (np.asarray(x)[:, :, 0].astype(np.float64) for x in (out, lse))
     return Expected(rows, out, lse, v_max)
+
+
+def _by_head(problem: Problem, queries, metadata, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Float64 ``(out [rows, H, R], lse [rows, H])`` of the reference, for the heads of one KV head after the other."""
+    pool, kv_heads = problem.pool, problem.shape.kv_heads or 1
+    one = {} if isinstance(problem.spec, MLASpec) else {"num_kv_heads": 1}
+    op: Any = gqa_attention if one else mla_attention
+    spec = dataclasses.replace(problem.spec, num_heads=1, **one)
+    options = {"layer": layer, "return_lse": True, "out_dtype": jnp.float32, "implementation": "reference"}
+
+    def attend(pool, *queries):
+        return op(*(query[:, None] for query in queries), pool, metadata, spec, **options)
+
+    @jax.jit
+    def per_head(pool, kv_head, *queries):
+        if one:
+            k, v = (jax.lax.dynamic_slice_in_dim(array, kv_head, 1, axis=2) for array in pool.arrays)
+            pool = dataclasses.replace(pool, k=k, v=v)
+        return jax.vmap(attend, in_axes=(None, *(1 for _ in queries)), out_axes=1)(pool, *queries)
+
+    parts = zip(*(np.split(np.asarray(query), kv_heads, axis=1) for query in queries), strict=True)
+    results = [per_head(pool, kv_head, *part) for kv_head, part in enumerate(parts)]
+    out, lse = (np.concatenate([np.asarray(x)[:, :, 0] for x in xs], axis=1) for xs in zip(*results, strict=True))
+    return out.astype(np.float64), lse.astype(np.float64)
 
 
 def errors(outputs: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:

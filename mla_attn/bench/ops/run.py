@@ -5,6 +5,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ from mla_attn.bench.ops.problem import Expected, Problem, errors, expected, make
 from mla_attn.bench.ops.shapes import Shape
 from mla_attn.bench.output import say
 from mla_attn.memory import check_fits
-from mla_attn.ops import mla_attention, plan_mla
-from mla_attn.specs import MLASpec
+from mla_attn.ops import gqa_attention, mla_attention, plan_gqa, plan_mla
+from mla_attn.specs import GQASpec, MLASpec
 from mla_attn.support import supports
 
 _SCALE = 192**-0.5  # DeepSeek's: 128 + 64 channels before absorption
@@ -76,9 +77,9 @@ class _Candidate:
     wall: list[float] = dataclasses.field(default_factory=list)
 
 
-def default_implementations() -> list[str]:
+def default_implementations(op: str) -> list[str]:
     """Every implementation that is chosen automatically for an ordinary call here, and the baseline."""
-    answers = supports("mla_attention")
+    answers = supports(f"{op}_attention")
     return [name for name, refusal in answers.items() if name != "reference" and refusal is None] + [baseline.NAME]
 
 
@@ -89,6 +90,7 @@ def run(
     page_size: int,
     dtype: str,
     latent: tuple[int, int],
+    head_dim: int,
     repeats: int,
     unroll: bool,
     seed: int,
@@ -102,7 +104,8 @@ def run(
         implementations: names from ``dispatch.NAMES``, or the baseline's.
         page_size: tokens per page.
         dtype: name of the dtype of pool and queries.
-        latent: latent and rope channels.
+        latent: latent and rope channels, of MLA.
+        head_dim: channels of a head, of GQA.
         repeats: number of timed chains and of profiles; medians are reported.
         unroll: whether chains are unrolled.
         seed: seed of all data.
@@ -113,14 +116,12 @@ def run(
         "page_size": page_size,
         "dtype": dtype,
         "latent": list(latent),
+        "head_dim": head_dim,
         "repeats": repeats,
         "unroll": unroll,
         "seed": seed,
     }
-    specs = [
-        MLASpec(num_heads=shape.heads, kv_lora_rank=latent[0], qk_rope_head_dim=latent[1], scale=_SCALE)
-        for shape in shapes
-    ]
+    specs = [_spec(shape, latent, head_dim) for shape in shapes]
     for shape, spec in zip(shapes, specs, strict=True):
         check_fits(
             f"the arrays of {shape.name}", problem_bytes(shape, spec, page_size=page_size, dtype=jnp.dtype(dtype))
@@ -142,10 +143,16 @@ def run(
     return report
 
 
+def _spec(shape: Shape, latent: tuple[int, int], head_dim: int) -> MLASpec | GQASpec:
+    if shape.kv_heads is None:
+        return MLASpec(num_heads=shape.heads, kv_lora_rank=latent[0], qk_rope_head_dim=latent[1], scale=_SCALE)
+    return GQASpec(num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=head_dim, scale=head_dim**-0.5)
+
+
 def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: int, unroll: bool) -> list[Result]:
     """Checks every implementation, then times the correct ones in turns, so that drift affects all alike."""
     shape, pool = problem.shape, problem.pool
-    itemsize = problem.q_latent.dtype.itemsize
+    itemsize = problem.queries[0].dtype.itemsize
     flops, nbytes = shape.flops(problem.spec), shape.bytes(problem.spec, row_bytes=pool.row_bytes, itemsize=itemsize)
     seconds, bound = ceilings.bound(flops, nbytes)
     want = expected(problem, pool.num_layers - 1)
@@ -175,23 +182,27 @@ def _run_shape(problem: Problem, implementations, ceilings: Ceilings, repeats: i
     return results
 
 
-def _call(name: str, spec: MLASpec):
-    def call(q_latent, q_rope, pool, metadata, layer):
+def _call(name: str, spec: MLASpec | GQASpec):
+    mla = isinstance(spec, MLASpec)
+    dense: Any = baseline.dense_gather if mla else baseline.dense_gather_gqa
+    attention: Any = mla_attention if mla else gqa_attention
+
+    def call(*arguments):
+        *arguments, layer = arguments
         if name == baseline.NAME:
-            return baseline.dense_gather(q_latent, q_rope, pool, metadata, spec, layer=layer)
-        options = {"layer": layer, "return_lse": True, "implementation": name}
-        return mla_attention(q_latent, q_rope, pool, metadata, spec, **options)
+            return dense(*arguments, spec, layer=layer)
+        return attention(*arguments, spec, layer=layer, return_lse=True, implementation=name)
 
     return call
 
 
 def _planned(problem: Problem, name: str) -> tuple:
     """Arguments of a call, with the work list that a step computes once for all its layers."""
-    q_latent, q_rope, pool, metadata = problem.arguments
     if name == baseline.NAME:
         return problem.arguments
-    plan = functools.partial(plan_mla, spec=problem.spec, out_dtype=q_latent.dtype, implementation=name)
-    return q_latent, q_rope, pool, jax.jit(plan)(metadata, pool)
+    plan_op = plan_mla if isinstance(problem.spec, MLASpec) else plan_gqa
+    plan = functools.partial(plan_op, spec=problem.spec, out_dtype=problem.queries[0].dtype, implementation=name)
+    return *problem.queries, problem.pool, jax.jit(plan)(problem.metadata, problem.pool)
 
 
 def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> _Candidate:
