@@ -196,7 +196,7 @@ ASKED = ["--requests", "7", "--prompt-tokens", "12", "--new-tokens", "5", "--sha
 def test_requests_are_served(monkeypatch, tmp_path_factory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     model = small_model()
-    monkeypatch.setattr(command, "_model", lambda *_, **__: (model, lambda: model))
+    monkeypatch.setattr(command, "open_model", lambda *_, **__: (model, lambda: model))
     data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     options = [*SMALL, *ASKED, "--rate", "50", "--json", str(data), "--plot", str(picture)]
     with programs_kept(tmp_path_factory.getbasetemp() / "programs"):
@@ -225,7 +225,7 @@ def test_requests_are_served(monkeypatch, tmp_path_factory, tmp_path, capsys):
 @pytest.mark.slow
 def test_several_cases_share_an_engine(monkeypatch, tmp_path_factory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(command, "_model", lambda *_, **__: (small_model(), small_model))
+    monkeypatch.setattr(command, "open_model", lambda *_, **__: (small_model(), small_model))
     data, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     options = ["--dtype", "float32", "--page-size", "4", "--step-prompt-tokens", "16", "--max-len", "48", "--seed", "3"]
     options += ["--max-batch", "2,1", "--speculate", "0,1", "--acceptance", "0,1", "--new-tokens", "9"]
@@ -440,6 +440,6 @@ def test_a_checkpoint_that_is_not_there(capsys):
 
 def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys):
     monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "_model", None)
+    monkeypatch.setattr(command, "open_model", None)
     assert main(["bench", "serve", str(V3), "--plot", "picture.png"]) == 2
     assert "pip install 'mla-attn[bench]'" in capsys.readouterr().err
