@@ -7,8 +7,9 @@
 unexport PYTHONDONTWRITEBYTECODE
 
 CHECKPOINT := $(addprefix tests/fixtures/,deepseek-v3-tiny llama3-tiny-fp8kv qwen3-tiny gemma2-tiny gpt-oss-tiny)
-# Two processes, a file in one of them: most of a test's time is tracing and compiling, on one core.
-PYTEST := .venv/bin/python -m pytest -n 2 --dist loadfile
+# Two processes, a file in one of them, in the order of tests/conftest.py: most of a test's time is tracing and compiling,
+# on one core.
+PYTEST := .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 JAX_VERSION = $(shell sed -n 's/^jax==//p' constraints.txt)
 
 help: ## Show this list

@@ -97,6 +97,7 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: not selections.is_long(item.nodeid))
     for item in items:
         for name in selections.selections(item.nodeid):
             item.add_marker(name)

@@ -77,6 +77,20 @@ SLOW = (
     "test_sampling.py::test_no_token_is_lost_at_a_top_p_of_one",
 )
 
+# What takes longest, with which each process begins, so that both end at about the same time.
+LONG = (
+    "compile/test_cuda_aot.py",
+    "compile/test_notebooks.py",
+    "engine/test_drafters.py",
+    "generation/",
+    "models/test_decoder.py",
+    "pallas_kernels/test_kernels.py",
+)
+
+
+def is_long(nodeid: str) -> bool:
+    return nodeid.removeprefix("tests/").startswith(LONG)
+
 
 def selections(nodeid: str) -> list[str]:
     """The selections that a test belongs to."""
@@ -88,4 +102,6 @@ def selections(nodeid: str) -> list[str]:
 def unmatched(nodeids: list[str]) -> list[str]:
     """Beginnings that no test has: of a test that was renamed."""
     names = [nodeid.removeprefix("tests/") for nodeid in nodeids]
-    return [begin for begin in sorted({*QUICK, *COMPAT, *SLOW}) if not any(name.startswith(begin) for name in names)]
+    return [
+        begin for begin in sorted({*QUICK, *COMPAT, *SLOW, *LONG}) if not any(name.startswith(begin) for name in names)
+    ]
