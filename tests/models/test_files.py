@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from checkpoints import V3, write_checkpoint
+from checkpoints import GEMMA2, GPT_OSS, LLAMA3, QWEN3, V3, write_checkpoint
 from damage import mutants
 from mla_attn import cli
 from mla_attn.models import CheckpointError
@@ -128,6 +128,19 @@ def test_mutated_configs(tmp_path, name):
             check_message(error, folder / name)
             refused += 1
     assert refused > 60
+
+
+@pytest.mark.parametrize("path", [LLAMA3, QWEN3, GEMMA2, GPT_OSS], ids=lambda path: path.name.split("-")[0])
+def test_mutated_configs_of_grouped_query_families(tmp_path, path):
+    data, refused = json.loads((path / "config.json").read_text()), 0
+    for text in mutants(data, 300, seed=1):
+        (tmp_path / "config.json").write_bytes(text)
+        try:
+            read_config(tmp_path)
+        except ValueError as error:
+            check_message(error, tmp_path / "config.json")
+            refused += 1
+    assert refused > 150
 
 
 def test_the_command_line_says_so_in_a_line(tmp_path, capsys):
