@@ -3,6 +3,9 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.typing import DTypeLike
 
 from mla_attn.buckets import ladder
 from mla_attn.checks import check_integer
@@ -71,6 +74,8 @@ def generate(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     implementation: str | None = None,
+    kv_dtype: DTypeLike | None = None,
+    kv_scale: Any = None,
     on_tokens: OnTokens | None = None,
     progress: bool = False,
 ) -> Generation:
@@ -89,6 +94,7 @@ def generate(
         stop_token_ids: ids that end a request, in addition to the model's ``eos_token_ids``.
         ignore_eos: whether to continue after one of the model's ``eos_token_ids``.
         implementation: attention implementation; None for the default choice.
+        kv_dtype, kv_scale: format and scales of the cache rows, as in ``Engine``.
         on_tokens: function called with a prompt's index and its next tokens whenever there are some.
         progress: whether to show a progress bar while compiling.
 
@@ -117,7 +123,8 @@ def generate(
         check_drafts(draft, model, [] if tree is None else [tree])
     for i, prompt in enumerate(prompts):
         check_length(f"prompts[{i}]", len(prompt), max_new_tokens, max_position_embeddings=positions)
-    engine = _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation)
+    stored = {"kv_dtype": kv_dtype, "kv_scale": kv_scale}
+    engine = _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation, **stored)
     engine.warm_up(progress=progress)
     tokens: dict[int, list[int]] = {engine.add_request(prompt, params): [] for prompt in prompts}
     indices = {name: index for index, name in enumerate(tokens)}
@@ -149,7 +156,7 @@ def generate(
     return Generation(list(tokens.values()), statistics)
 
 
-def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation) -> Engine:
+def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation, **stored) -> Engine:
     """An engine that computes all prompts in parallel, chunk by chunk, then all new tokens, with pages for all."""
     longest, trees = max(map(len, prompts)), () if tree is None else (tree,)
     drafting = draft_limits(draft, trees)
@@ -184,4 +191,5 @@ def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chun
         batches=(batch,),
         prompt_rows=ladder(rows, smallest=8)[-1:],
         implementation=implementation,
+        **stored,
     )

@@ -2,4 +2,5 @@
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # the existing ones; ``dispatch.NAMES`` reserves more
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of models, pools and queries
+KV_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn:blocks")  # formats of cache rows
 DENSE_GATHER = "dense-gather"  # the baseline of ``bench ops``

@@ -299,6 +299,8 @@ def test_options_reach_the_engine(call, monkeypatch):
         "max_waiting": 1,
         "batches": (1,),
         "implementation": None,
+        "kv_dtype": None,
+        "kv_scale": None,
     }
     other = "--max-new-tokens 5 --speculate 2 --page-size 16 --prefill-chunk 7 --max-batch 3 --implementation xla"
     call("generate", V3, "--prompt-ids", "1, 2", "--dtype", "float32", *other.split())
@@ -315,6 +317,8 @@ def test_options_reach_the_engine(call, monkeypatch):
         "max_waiting": 1,
         "batches": (1,),
         "implementation": "xla",
+        "kv_dtype": None,
+        "kv_scale": None,
     }
 
 
@@ -361,6 +365,8 @@ def test_options_reach_the_engine(call, monkeypatch):
             "--tree is not allowed with --speculate",
         ),
         (["generate", V3, "--prompt", "x", "--draft", "ngram:3"], "--draft needs --speculate or --tree"),
+        (["generate", V3, "--prompt", "x", "--kv-scales", "f"], "--kv-scales needs --kv-dtype with float8"),
+        (["generate", V3, "--prompt", "x", "--kv-dtype", "fp8"], "--kv-dtype: invalid choice: 'fp8'"),
         (
             ["generate", V3, "--prompt", "x", "--speculate", "2", "--draft", "ngram:0"],
             "--draft 'ngram:0' must be a folder, or ngram:N with N from 1 to 64",

@@ -26,7 +26,7 @@ from mla_attn.cache.formats import FORMATS
 from mla_attn.cli import arguments, generate, process, warm_up
 from mla_attn.dispatch import NAMES
 from mla_attn.models import loading
-from mla_attn.names import DTYPES, IMPLEMENTATIONS
+from mla_attn.names import DTYPES, IMPLEMENTATIONS, KV_DTYPES
 from mla_attn.ops import mla
 
 NASTY = [
@@ -232,7 +232,7 @@ def test_without_a_command_the_help_is_printed(line, lists, nothing_imported, ca
 
 
 def test_names_that_are_written_out_are_those_there_are():
-    assert set(DTYPES) <= set(FORMATS)
+    assert set(DTYPES) <= set(FORMATS) == set(KV_DTYPES)
     assert set(IMPLEMENTATIONS) == {implementation.name for implementation in mla.IMPLEMENTATIONS} <= set(NAMES)
 
 

@@ -24,7 +24,7 @@ from mla_attn.cli.options import (
     several,
     words,
 )
-from mla_attn.names import DENSE_GATHER, DTYPES, IMPLEMENTATIONS
+from mla_attn.names import DENSE_GATHER, DTYPES, IMPLEMENTATIONS, KV_DTYPES
 
 _PAGE_SIZE = integer(1, MOST_PAGE_SIZE)
 _NUM_PAGES = integer(1, INT32_MAX)
@@ -114,6 +114,12 @@ def _generate(parser: Parser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights, activations and cache (default bfloat16)"
     )
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="format of the cache (default: --dtype)")
+    parser.add_argument(
+        "--kv-scales",
+        metavar="FILE",
+        help="JSON with the scales of a float8 cache, as the engine's kv_scale (default: the checkpoint's, or 1)",
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)
     _cache_dir(parser)
@@ -171,6 +177,8 @@ def _check_generate(options: argparse.Namespace) -> None:
     _check_drafts(options)
     if options.draft is not None and not (options.tree or options.speculate):
         raise ValueError("--draft needs --speculate or --tree")
+    if options.kv_scales is not None and not (options.kv_dtype or "").startswith("float8"):
+        raise ValueError("--kv-scales needs --kv-dtype with float8")
 
 
 def _bench_ops(parser: Parser) -> None:

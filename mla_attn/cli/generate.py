@@ -6,12 +6,14 @@ import json
 import re
 import secrets
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 
 from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams
 from mla_attn.engine.sizes import draft_limits
 from mla_attn.models import check_model_fits, open_checkpoint
+from mla_attn.models.files import read_json
 from mla_attn.models.tokenizer import IdTokenizer, load_tokenizer
 from mla_attn.passes import check_drafts
 from mla_attn.speculative import DraftTree
@@ -68,6 +70,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
     """An engine for these prompts, and each one's parameters; sizes are checked before weights are read."""
     checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype))
     model = checkpoint.model
+    scales = None if options.kv_scales is None else read_json(Path(options.kv_scales))
     _check_prompts(options, prompts, model)
     widths = options.tree or (1,) * options.speculate
     trees, page_size = (DraftTree(widths),) if widths else (), options.page_size
@@ -88,7 +91,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         )
     num_pages = options.num_pages or sum(pages)
     for each in (model, *([drafting.model] if drafting else [])):
-        check_model_fits(each, num_pages=num_pages, page_size=page_size)
+        check_model_fits(each, num_pages=num_pages, page_size=page_size, kv_dtype=options.kv_dtype)
     parameters = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,
@@ -115,6 +118,8 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         batches=(max_batch,),  # one program of each kind, because a short run spends most of its time compiling
         implementation=options.implementation,
         cache_dir=options.cache_dir,
+        kv_dtype=options.kv_dtype,
+        kv_scale=scales,
     )
     return engine, parameters
 

@@ -31,7 +31,7 @@ from mla_attn.engine.sizes import batch_ladder, choose_sizes, most_limits, pass_
 from mla_attn.engine.state import create_device, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
-from mla_attn.models.base import CausalLM
+from mla_attn.models.base import CausalLM, stored_as
 from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from mla_attn.passes import DraftModel, DraftPasses, Drafts, Passes, all_groups, most_positions
 from mla_attn.programs import open_folder
@@ -79,6 +79,10 @@ class Engine:
         tokenizer: tokenizer for prompts as text, and for texts of ``generate``.
         cache_dir: folder that keeps programs for other processes, as in ``programs.open_folder``; "" for none, None for
             the user's.
+        kv_dtype: format of the cache rows: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, or
+            float8_e4m3fn:blocks for latent rows; None for the model's dtype.
+        kv_scale: scales of float8 numbers: a number, or a dict that has for each cache group, by name, a dict with
+            "scale" (latent rows) or "k_scale" and "v_scale". None for those of the checkpoint, or 1 if it has none.
 
     Raises:
         ValueError: ``model`` is not a model, a size is not an integer or below 1, ``max_len`` exceeds the model's
@@ -109,20 +113,23 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
         cache_dir: str | os.PathLike | None = None,
+        kv_dtype: DTypeLike | None = None,
+        kv_scale: Any = None,
     ):
         check_model(model)
         limits = most_limits(
             model, draft, speculation, max_batch=max_batch, max_waiting=max_waiting, prompt_tokens=prompt_tokens
         )
         pages = {"num_pages": num_pages, "page_size": page_size, "prefix_cache": prefix_cache}
-        groups = all_groups(model, draft)
+        groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale)
         cache, limits = choose_sizes(groups, limits, **pages, max_len=max_len, memory_fraction=memory_fraction)
         batches = () if batches is None else batches
         check_integers("batches", batches)
         if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
         batches, rows = tuple(sorted(batches)) or batch_ladder(max_batch), row_ladder(prompt_tokens)
-        self._build(model, limits, cache, speculation, batches, rows, implementation, draft, cache_dir)
+        stored = {"kv_dtype": kv_dtype, "kv_scale": kv_scale}
+        self._build(model, limits, cache, speculation, batches, rows, implementation, draft, cache_dir, **stored)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -164,10 +171,13 @@ class Engine:
         implementation: str | None,
         draft: Drafts = None,
         cache_dir: str | os.PathLike | None = None,
+        kv_dtype: DTypeLike | None = None,
+        kv_scale: Any = None,
     ) -> None:
         if limits.max_len > (positions := most_positions(model, draft)):
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
-        for group in all_groups(model, draft):
+        self._groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale)
+        for group in self._groups:
             group.check_supported(page_size=cache.page_size, implementation=implementation)
         self.tokenizer: Tokenizer | None = None
         self.model, self.speculation, self.max_len = model, tuple(dict.fromkeys(speculation)), limits.max_len
@@ -203,7 +213,8 @@ class Engine:
 
     def _create_device(self) -> tuple[Any, Any]:
         """Creates empty pools of all cache groups, and the states of requests."""
-        return create_device(self.model, self._draft, self.speculation, self._limits, self._cache)
+        facts = self.speculation, self._limits, self._cache
+        return create_device(self.model, self._draft, self._groups, *facts)
 
     def warm_up(self, *, progress: bool = True, background: bool = False) -> float:
         """Compiles every program ahead of time, with a progress bar; returns the seconds it took.
@@ -466,7 +477,7 @@ class Engine:
                 self._counters,
                 waiting=len(self._new) + len(scheduler.waiting),
                 running=len(scheduler.running),
-                pages=scheduler.tables.counts(all_groups(self.model, self._draft)),
+                pages=scheduler.tables.counts(self._groups),
                 programs=sum(bucket.compiles for bucket in self._programs()),
                 programs_read=self.folder.read if self.folder else 0,
                 compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,

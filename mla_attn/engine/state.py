@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mla_attn.engine.pages import CacheSizes, Limits
-from mla_attn.models.base import CausalLM, Pools
-from mla_attn.passes import FIELDS, KEPT, Arrays, Drafts, NgramDrafts, Pass, all_pools, structs
+from mla_attn.models.base import CacheGroup, CausalLM, Pools, create_pools
+from mla_attn.passes import FIELDS, KEPT, Arrays, Drafts, NgramDrafts, Pass, structs
 from mla_attn.speculative import DraftTree
 
 States = dict[str, Array]
@@ -38,12 +38,19 @@ def create_states(
 
 
 def create_device(
-    model: CausalLM, draft: Drafts, trees: Iterable[DraftTree], limits: Limits, cache: CacheSizes
+    model: CausalLM,
+    draft: Drafts,
+    groups: Iterable[CacheGroup],
+    trees: Iterable[DraftTree],
+    limits: Limits,
+    cache: CacheSizes,
 ) -> tuple[Pools, States]:
-    """All-zero pools of all cache groups, those of a draft model included, and the states of ``max_batch`` requests."""
+    """All-zero pools of the cache groups, those of a draft model included, and the states of ``max_batch`` requests."""
     sizes = {"hidden_size": model.hidden_size if draft is None else 0, "dtype": model.dtype}
     sizes["text_len"] = limits.max_len if isinstance(draft, NgramDrafts) else 0
-    pools = all_pools(model, draft, cache.pages_of, cache.page_size)
+    groups = tuple(groups)
+    num_pages = {group.name: cache.pages_of(group.window) for group in groups}
+    pools = create_pools(groups, num_pages=num_pages, page_size=cache.page_size)
     return pools, create_states(limits.max_batch, trees, **sizes)
 
 

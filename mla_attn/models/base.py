@@ -17,11 +17,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import KVPool, LatentPool
+from mla_attn.cache.formats import FORMATS
+from mla_attn.checks import check_dtype as check_any_dtype
 from mla_attn.dispatch import Order, choose
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.names import DTYPES
 from mla_attn.ops import gqa, mla
 from mla_attn.specs import GQASpec, MLASpec
+from mla_attn.text import shown
 
 Pool = LatentPool | KVPool
 Pools = dict[str, Pool]
@@ -38,8 +41,11 @@ class CacheGroup:
         name: key of the dicts of pools, page tables and metadata.
         num_layers: layers of the pool, L.
         spec: static facts of their attention; its type determines the type of the pool.
-        dtype: dtype of the stored rows.
+        dtype: dtype of the stored numbers.
         sinks: whether their softmax has sinks.
+        row_format: row format of latent rows, as in ``LatentPool.create``.
+        scales: scales of a float8 cache, by argument of the pool's ``create``, a sequence for those of each layer;
+            other caches ignore them.
     """
 
     name: str
@@ -47,6 +53,8 @@ class CacheGroup:
     spec: MLASpec | GQASpec
     dtype: np.dtype
     sinks: bool = False
+    row_format: str = "plain"
+    scales: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def window(self) -> int | None:
@@ -55,10 +63,14 @@ class CacheGroup:
 
     def create_pool(self, *, num_pages: int, page_size: int) -> Pool:
         """Creates an all-zero pool; raises ValueError as ``LatentPool.create`` and ``KVPool.create`` do."""
-        kind: Any = LatentPool if isinstance(self.spec, MLASpec) else KVPool
-        return kind.create(
-            num_layers=self.num_layers, num_pages=num_pages, page_size=page_size, spec=self.spec, dtype=self.dtype
-        )
+        kind, options = KVPool, {}
+        if isinstance(self.spec, MLASpec):
+            kind, options = LatentPool, {"row_format": self.row_format}
+        sizes = {"num_layers": self.num_layers, "num_pages": num_pages, "page_size": page_size}
+        create: Any = kind.create
+        scales = self.scales if self.row_format == "plain" else {}
+        scales = {name: x if isinstance(x, int | float) else jnp.asarray(x, jnp.float32) for name, x in scales.items()}
+        return create(**sizes, spec=self.spec, dtype=self.dtype, **options, **scales)
 
     def check_supported(self, *, page_size: int, implementation: Order) -> None:
         """Raises unless an attention implementation (the named one, if not None) supports decode calls with pages of
@@ -84,6 +96,50 @@ def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, 
     sizes = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys((g.name for g in groups), num_pages)
     check_groups("num_pages", sizes, groups)
     return {group.name: group.create_pool(num_pages=sizes[group.name], page_size=page_size) for group in groups}
+
+
+def stored_as(groups: Iterable[CacheGroup], kv_dtype: Any, kv_scale: Any = None) -> tuple[CacheGroup, ...]:
+    """The groups with another format of their cache rows, and other scales.
+
+    Args:
+        groups: the groups of a model, in its dtype.
+        kv_dtype: name of a format, as ``float8_e4m3fn`` or ``float8_e4m3fn:blocks``, or a dtype; None for the model's.
+        kv_scale: scales of float8 numbers: a number, or for each group, by name, a dict with "scale" (latent rows) or
+            "k_scale" and "v_scale". None for those of the checkpoint, and 1 without such. Other caches ignore them.
+
+    Raises:
+        ValueError: an unknown format, one that does not fit a group, or scales that a pool would refuse.
+    """
+    groups = tuple(groups)
+    if kv_dtype is not None:
+        name = kv_dtype if isinstance(kv_dtype, str) else check_any_dtype("kv_dtype", kv_dtype).name
+        if name not in FORMATS:
+            raise ValueError(f"kv_dtype={shown(name)} must be one of {', '.join(FORMATS)}")
+        for group in groups:
+            if FORMATS[name].latent_only and not isinstance(group.spec, MLASpec):
+                raise ValueError(f"kv_dtype={name} is of latent rows, but {group.name!r} holds keys and values")
+        facts = {"dtype": FORMATS[name].dtype, "row_format": "blocks" if FORMATS[name].latent_only else "plain"}
+        groups = tuple(dataclasses.replace(group, **facts) for group in groups)
+    if kv_scale is None:
+        return groups
+    if isinstance(kv_scale, Mapping):
+        check_groups("kv_scale", kv_scale, groups)
+    given = [kv_scale[group.name] if isinstance(kv_scale, Mapping) else kv_scale for group in groups]
+    scaled = tuple(
+        dataclasses.replace(group, scales=_scales(group, each)) for group, each in zip(groups, given, strict=True)
+    )
+    for group in scaled:
+        jax.eval_shape(lambda group=group: group.create_pool(num_pages=1, page_size=1))
+    return scaled
+
+
+def _scales(group: CacheGroup, given: Any) -> dict[str, Any]:
+    names = ("scale",) if isinstance(group.spec, MLASpec) else ("k_scale", "v_scale")
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    if set(given) != set(names):
+        raise ValueError(f"kv_scale[{group.name!r}] has {list(given)}, must be a dict with {', '.join(names)}")
+    return dict(given)
 
 
 def check_groups(name: str, value: Any, groups: Iterable[CacheGroup]) -> None:

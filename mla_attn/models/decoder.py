@@ -26,6 +26,7 @@ from mla_attn.models.base import (
     check_step,
     create_pools,
 )
+from mla_attn.models.cache_scales import CacheScales
 from mla_attn.models.decoder_config import DecoderConfig
 from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, capped
 from mla_attn.models.moe import ClampedMoE
@@ -64,6 +65,7 @@ class DecoderForCausalLM(nnx.Module):
         rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
     """
 
+    cache_scales: CacheScales | None = None  # of a float8 cache, from the checkpoint
     can_draft = False
     draft_refusal = "the model has no MTP layer to draft with: its family has none"
 
@@ -103,9 +105,8 @@ class DecoderForCausalLM(nnx.Module):
         groups = []
         for name, window in ((FULL, None), (WINDOW, self.config.sliding_window)):
             if count := self._group_names.count(name):
-                spec = self.config.spec(window)
-                group = CacheGroup(name=name, num_layers=count, spec=spec, dtype=self.dtype, sinks=self.config.sinks)
-                groups.append(group)
+                facts = {"spec": self.config.spec(window), "dtype": self.dtype, "sinks": self.config.sinks}
+                groups.append(CacheGroup(name=name, num_layers=count, **facts, scales=self._scales_of(name)))
         return tuple(groups)
 
     @property
@@ -113,6 +114,14 @@ class DecoderForCausalLM(nnx.Module):
         """The cache group of each layer."""
         layers = range(self.config.num_hidden_layers)
         return [FULL if self.config.window(layer) is None else WINDOW for layer in layers]
+
+    def _scales_of(self, name: str) -> dict[str, tuple[float, ...]]:
+        """The scales of the layers of a cache group."""
+        if self.cache_scales is None:
+            return {}
+        own = [scales for scales, group in zip(self.cache_scales, self._group_names, strict=True) if group == name]
+        k_scale, v_scale = zip(*own, strict=True)
+        return {"k_scale": k_scale, "v_scale": v_scale}
 
     def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
         """Creates an all-zero pool for each cache group; raises ValueError as ``KVPool.create`` does."""

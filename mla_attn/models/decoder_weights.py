@@ -1,6 +1,5 @@
 """The map from tensors of a Llama, Mistral, Qwen, Gemma 2 or gpt-oss checkpoint to parameters."""
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,11 +11,6 @@ from mla_attn.models.moe import ClampedMoE
 from mla_attn.models.weights import BLOCKS, MXFP4_BLOCK, Weight, matrix, plain
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Names of the scales of FP8 caches in compressed-tensors, ModelOpt, Quark and older tools.
-_CACHE_SCALE = re.compile(
-    r"model\.layers\.[0-9]+\.self_attn\."
-    r"([kv]_scale|kv_scale|k_proj\.k_scale|v_proj\.v_scale|[kv]_proj\.output_scale)"
-)
 
 
 def weights(model: DecoderForCausalLM) -> Iterator[Weight]:
@@ -83,11 +77,6 @@ def _linear(linear: Linear, prefix: str) -> Iterator[Weight]:
     yield matrix(linear.kernel, f"{prefix}.weight")
     if hasattr(linear, "bias"):
         yield plain(linear.bias, f"{prefix}.bias")
-
-
-def is_cache_scale(name: str) -> bool:
-    """Whether this is the name of a scale of an FP8 cache."""
-    return _CACHE_SCALE.fullmatch(name) is not None
 
 
 def least_tensors(config: DecoderConfig, *, drafts: bool) -> tuple[str, int]:

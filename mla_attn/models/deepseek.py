@@ -30,6 +30,7 @@ from mla_attn.models.base import (
     check_step,
     create_pools,
 )
+from mla_attn.models.cache_scales import CacheScales
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weight
 from mla_attn.models.moe import MoE
@@ -72,6 +73,8 @@ class DeepseekForCausalLM(nnx.Module):
         rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
         draft_layer: False leaves out the draft layer that the config promises, for checkpoints without its weights.
     """
+
+    cache_scales: CacheScales | None = None  # of a float8 cache, from the checkpoint
 
     def __init__(self, config: DeepseekConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, draft_layer: bool = True):
         dtype = check_dtype(dtype)
@@ -126,7 +129,9 @@ class DeepseekForCausalLM(nnx.Module):
     @property
     def cache_groups(self) -> tuple[CacheGroup]:
         layers = self.config.num_hidden_layers + self.can_draft
-        return (CacheGroup(name=GROUP, num_layers=layers, spec=self.attention_spec, dtype=self.dtype),)
+        scales = {} if self.cache_scales is None else {"scale": tuple(k for k, _ in self.cache_scales)}
+        facts = {"spec": self.attention_spec, "dtype": self.dtype, "scales": scales}
+        return (CacheGroup(name=GROUP, num_layers=layers, **facts),)
 
     def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
         """Creates an all-zero pool under "full"; raises ValueError as ``LatentPool.create`` does."""

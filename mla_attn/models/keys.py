@@ -201,7 +201,7 @@ QUANTIZED = {
         "`fp8`: the table above; `mxfp4`, gpt-oss alone: experts are dequantised as they are read",
     ),
     "config_groups": Setting(
-        only({}), "with `compressed-tensors`: weights must be plain. Scales of an FP8 cache are passed over", None
+        only({}), "with `compressed-tensors`: weights must be plain. Scales of a float8 cache are read", None
     ),
 }
 BEGIN_TOKEN = {

@@ -17,8 +17,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from mla_attn.models import decoder_weights, deepseek_weights
+from mla_attn.models.cache_scales import is_cache_scale, read_cache_scales
 from mla_attn.models.config import DeepseekConfig
-from mla_attn.models.decoder_weights import EMBEDDING, HEAD, is_cache_scale
+from mla_attn.models.decoder_weights import EMBEDDING, HEAD
 from mla_attn.models.deepseek_weights import draft_prefix
 from mla_attn.models.families import Config, Model, make_model, read_model_config
 from mla_attn.models.files import CheckpointError, exists, read_json
@@ -39,8 +40,9 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) 
 
     The ``model_type`` determines the family. FP8 weights with block scales, and experts in MXFP4, are dequantised to
     ``dtype``. One tensor is in host memory at a time (for experts, one projection of one layer). Ignored are
-    ``rotary_emb.inv_freq`` buffers, which are computed; tensors without elements; scales of an FP8 cache, with a
-    warning; and ``lm_head.weight`` if the embedding is tied to it, with a warning if it differs.
+    ``rotary_emb.inv_freq`` buffers, which are computed; tensors without elements; and ``lm_head.weight`` if the
+    embedding is tied to it, with a warning if it differs. Scales of a float8 cache become the model's
+    ``cache_scales``, which a cache of another dtype ignores.
 
     DeepSeek's draft layer has its own embedding and head; if a checkpoint does not have these copies, those of the
     target are used. If config.json declares a draft layer but the checkpoint has none of its tensors, as saved by
@@ -75,6 +77,10 @@ class Checkpoint:
         _check_tied_head(self._folder, self._tensors, self._config)
         for weight in self._weights:
             weight.fill(lambda name, row: dequantise(self._tensors, name, self._config.weight_block_size, row))
+        layers, latent = self._config.num_hidden_layers, isinstance(self._config, DeepseekConfig)
+        layers += latent and self.model.can_draft
+        if scales := read_cache_scales(self._folder, self._tensors, layers, latent=latent):
+            self.model.cache_scales = scales
         return self.model
 
 
@@ -112,8 +118,6 @@ def _warn(folder: Path, config: Config, tensors: dict[str, Stored], *, drafts: b
             folder / CONFIG,
             config.num_nextn_predict_layers,
         )
-    if scales := sorted(name for name in tensors if _is_cache_scale(name, config)):
-        logger.warning("%s: scales of an FP8 cache are passed over, the cache is none: %s", folder, some(scales, 2))
 
 
 def read_config(folder: Path) -> Config:
@@ -156,10 +160,6 @@ def _is_passed_over(name: str, stored: Stored) -> bool:
     return name.endswith("rotary_emb.inv_freq") or 0 in stored.shape
 
 
-def _is_cache_scale(name: str, config: Config) -> bool:
-    return not isinstance(config, DeepseekConfig) and is_cache_scale(name)
-
-
 def _check_sizes(folder: Path, config: Config, tensors: dict[str, Stored], *, drafts: bool) -> None:
     """Compares sizes in the config with the files before anything of these sizes is allocated."""
     named, least = _map(config).least_tensors(config, drafts=drafts)
@@ -179,9 +179,7 @@ def _check_sizes(folder: Path, config: Config, tensors: dict[str, Stored], *, dr
 def _check_names(folder: Path, weights: list[Weight], tensors: dict[str, Stored], config: Config) -> None:
     wanted = {name for weight in weights for name in weight.names}
     scales = {scale for name in wanted if name in tensors and (scale := scale_name(name, tensors[name].dtype))}
-    ignored = {
-        name for name, stored in tensors.items() if _is_passed_over(name, stored) or _is_cache_scale(name, config)
-    }
+    ignored = {name for name, stored in tensors.items() if _is_passed_over(name, stored) or is_cache_scale(name)}
     if config.tie_word_embeddings:
         ignored.add(HEAD)
     missing = sorted((wanted | scales) - tensors.keys())

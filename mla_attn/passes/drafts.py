@@ -1,10 +1,10 @@
 """The drafters: the model's own draft layer, another model, or n-grams of the request's text."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mla_attn.checks import check_integer
-from mla_attn.models.base import CacheGroup, CausalLM, Pools
+from mla_attn.models.base import CacheGroup, CausalLM
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
 
@@ -72,17 +72,6 @@ def most_positions(model: CausalLM, draft: Drafts) -> int:
     """Most tokens of a request for which the model and its draft model have positions."""
     others = [draft.model] if isinstance(draft, DraftModel) else []
     return min(each.max_position_embeddings for each in (model, *others))
-
-
-def all_pools(model: CausalLM, draft: Drafts, num_pages: Callable[[int | None], int], page_size: int) -> Pools:
-    """All-zero pools of ``all_groups``; ``num_pages`` gives the number of pages for a window."""
-
-    def pools(each: CausalLM) -> Pools:
-        sizes = {group.name: num_pages(group.window) for group in each.cache_groups}
-        return each.create_pools(num_pages=sizes, page_size=page_size)
-
-    drafting = pools(draft.model) if isinstance(draft, DraftModel) else {}
-    return pools(model) | {DRAFT + name: pool for name, pool in drafting.items()}
 
 
 def all_groups(model: CausalLM, draft: Drafts) -> tuple[CacheGroup, ...]:

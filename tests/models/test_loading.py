@@ -512,24 +512,17 @@ def test_names_of_another_family_are_told(tmp_path):
     refuses(folder, r"8 unexpected: model\.layers\.0\.self_attn\.k_norm\.weight")
 
 
-def test_scales_of_an_fp8_cache_are_passed_over(tmp_path, caplog):
-    """By whatever name a tool gives them, with one warning; what is no scale of a cache is not."""
+def test_scales_of_an_fp8_cache_are_no_weights(tmp_path, caplog):
+    """By whatever name a tool gives them; what is no scale of a cache is not expected."""
     config, tensors = read_checkpoint(LLAMA3)
     names = [name for name in tensors if name.endswith("_scale")]
     assert len(names) == 6
     want = leaves(load_checkpoint(LLAMA3))
-    (record,) = caplog.records
-    assert names[0] in record.getMessage() and "scales of an FP8 cache are passed over" in record.getMessage()
     plain = {name: tensor for name, tensor in tensors.items() if name not in names}
-    caplog.clear()
-    assert_same(leaves(load_checkpoint(write_checkpoint(tmp_path / "plain", config, plain))), want)
-    assert not caplog.records
-    attention = "model.layers.1.self_attn"
-    others = ("kv_scale", "k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale", "v_proj.output_scale")
-    more = plain | {f"{attention}.{name}": np.ones(1, np.float32) for name in others}
-    assert_same(leaves(load_checkpoint(write_checkpoint(tmp_path / "more", config, more))), want)
-    assert len(caplog.records) == 1
-    odd = plain | {f"{attention}.q_proj.input_scale": np.ones(1, np.float32)}
+    model = load_checkpoint(write_checkpoint(tmp_path / "plain", config, plain))
+    assert_same(leaves(model), want)
+    assert model.cache_scales is None and not caplog.records
+    odd = plain | {"model.layers.1.self_attn.q_proj.input_scale": np.ones(1, np.float32)}
     refuses(write_checkpoint(tmp_path / "odd", config, odd), "1 unexpected: .*q_proj.input_scale")
 
 
