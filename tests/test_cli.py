@@ -299,6 +299,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "max_waiting": 1,
         "batches": (1,),
         "implementation": None,
+        "cache_dir": None,
         "kv_dtype": None,
         "kv_scale": None,
     }
@@ -317,6 +318,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "max_waiting": 1,
         "batches": (1,),
         "implementation": "xla",
+        "cache_dir": None,
         "kv_dtype": None,
         "kv_scale": None,
     }
