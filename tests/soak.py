@@ -270,18 +270,19 @@ def timer(error: BaseException, seconds: float):
         signal.signal(signal.SIGALRM, before)
 
 
-def drafted(name: str) -> dict:
-    """The model of that name, and who drafts for it, as options of an engine."""
-    if name == "windows":  # of two models, three page tables
-        return {"model": windowed_model(), "draft": DraftModel(windowed_model((None, 5), seed=1))}
+def drafted(name: str, num_pages: int = 18) -> dict:
+    """The model of that name, who drafts for it, and pages too few for all, as options of an engine."""
+    if name == "windows":  # two models, three page tables; those with windows never run out before the others
+        pages = {"full": num_pages, "window6": 4 * num_pages, "draft.full": num_pages, "draft.window5": 4 * num_pages}
+        return {"model": windowed_model(), "draft": DraftModel(windowed_model((None, 5), seed=1)), "num_pages": pages}
     if name == "ngrams":
-        return {"model": windowed_model((7,)), "draft": NgramDrafts(2)}
-    return {}
+        return {"model": windowed_model((7,)), "draft": NgramDrafts(2), "num_pages": num_pages}
+    return {"num_pages": num_pages}
 
 
 @functools.cache
 def warm_engine(page_size: int, num_pages: int, name: str = "mla") -> Engine:
-    engine = small_engine(page_size=page_size, num_pages=num_pages, **drafted(name))
+    engine = small_engine(page_size=page_size, **drafted(name, num_pages))
     engine.warm_up(progress=sys.stderr.isatty())
     return engine
 

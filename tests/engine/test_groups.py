@@ -11,7 +11,7 @@ from checkpoints import GEMMA2, GPT_OSS
 from helpers import OPTIMIZED
 from mla_attn import metadata as build
 from mla_attn.cache import PageAllocator
-from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams
+from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams, sizes
 from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
 from mla_attn.engine.scheduler import Request, Scheduler
 from mla_attn.engine.statistics import Counters
@@ -210,6 +210,16 @@ def test_sizes_of_windows():
     assert sizes.pages_for(64) == 64 * 4 + 24 and sizes.pages_for(1) == sizes.width
     assert sizes.has_room(280, [10**6] * 64) and not sizes.has_room(279, [10**6] * 64)
     assert sizes.has_room(64, [1] * 64) and sizes.has_room(sizes.width, [10**6])
+
+
+def test_free_memory_is_split(monkeypatch):
+    """Windows get what two requests need, twice for prefixes, if they can fill it; the rest goes to the others."""
+    full, windowed = (sizes.page_bytes([group], 4) for group in model().cache_groups)
+    limits = windowed_engine(max_batch=2)._limits
+    wanted = 2 * WindowSizes.of(6, limits, page_size=4, prefix_cache=True).pages_for(2)
+    monkeypatch.setattr(sizes, "free_bytes", lambda: 4 * (20 * full + min(wanted, 24) * windowed))
+    cache = windowed_engine(num_pages=None, max_batch=2)._cache
+    assert (cache.num_pages, cache.windows) == (20, ((6, min(wanted, 24)),))
 
 
 # The scheduler alone.

@@ -48,7 +48,7 @@ def small_engine(kind: type[Engine] = Engine, model=None, **options) -> Engine:
         "batches": (4,),
     }
     engine = kind(model or small_model(), **{**defaults, **options})
-    facts = (engine._passes.shapes, engine._cache.num_pages, engine.max_batch, engine.speculation, engine._draft)
+    facts = (engine._passes.shapes, engine._cache, engine.max_batch, engine.speculation, engine._draft)
     key = (kind, id(engine.model), facts, options.get("implementation"), os.environ.get("MLA_ATTN_IMPLEMENTATION"))
     first = _engines.setdefault(key, engine)
     engine._passes, engine._drafting = copy.copy(first._passes), first._drafting  # each with weights of its own
