@@ -2,7 +2,7 @@
 
 Run by ``pallas_kernels/test_kernels.py`` as a program of its own, with the stand-in of ``aot.py`` for CUDA's driver.
 Its arguments are names of ``CALLS``, ``layers`` for a decode step of several layers over a large pool, and ``stacked``
-for layers scanned over whose results are stacked.
+for layers scanned over whose results are stacked; or ``kept`` alone, for a pass that is written down and read back.
 """
 
 # ruff: noqa: E402 -- where to import the library from is settled first
@@ -23,11 +23,18 @@ sys.meta_path.insert(0, source_tree.PathFinder)  # annotations are checked by th
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 import jax
+import jax.export
+import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import topologies
 
 import kernel_calls
 from footprint import LARGE, LAYERS, Footprint, large_copies, lower, place
+from mla_attn.bench.configs import CONFIGS
 from mla_attn.dispatch import compiling_for
+from mla_attn.models import random_model
+from mla_attn.passes import Passes, Shapes
+from mla_attn.programs.step import _caller
 from mla_attn.support import H200
 
 TARGET = Path(__file__).parent / "h200.txtpb"
@@ -37,7 +44,32 @@ OPTIONS = {"xla_gpu_autotune_level": 0}  # it would time matrix products, of whi
 def main(names: list[str]) -> dict[str, dict]:
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    if names == ["kept"]:
+        with printed():
+            return _kept(device)
     return {name: _compiled(name, device) for name in names}
+
+
+def _kept(device) -> dict[str, dict]:
+    """A decode pass of a model of two layers, as it is and as a folder of programs gives it back."""
+    model = nnx.eval_shape(lambda: random_model({**CONFIGS["v2-lite"], "num_hidden_layers": 2}, dtype=jnp.bfloat16))
+    passes = Passes(model, Shapes((4,), (64,), LARGE.table_width, LARGE.page_size, max_len=1024))
+    pools = jax.eval_shape(lambda: model.create_pools(num_pages=LARGE.num_pages, page_size=LARGE.page_size))
+    step, shapes = passes.decode._step, place((passes.state, pools, passes.decode._rungs[0]), None)
+    layers = sum(pool.data.size * pool.dtype.itemsize for pool in pools.values())
+    found = {}
+    with compiling_for(H200):
+        program = step._export(shapes, ("cuda",))
+        program = jax.export.deserialize(bytearray(program.serialize()))
+        for name, jitted in (("made", step.jitted), ("kept", step._jit(_caller(program)))):
+            compiled = jitted.trace(*place(shapes, device)).lower(lowering_platforms=("cuda",)).compile(OPTIONS)
+            memory, hlo = compiled.memory_analysis(), compiled.as_text()
+            unaliased = layers - memory.alias_size_in_bytes
+            copies = large_copies(hlo, layers // 2)
+            footprint = Footprint(layers // 2, unaliased, memory.temp_size_in_bytes, copies)
+            kernels = hlo.count('custom_call_target="mosaic_gpu_v2"')
+            found[name] = {"kernels": kernels, "footprint": dataclasses.asdict(footprint)}
+    return found
 
 
 def _compiled(name: str, device) -> dict:

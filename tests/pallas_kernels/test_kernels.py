@@ -186,3 +186,11 @@ class TestMachineCode:
         found = compiled(True)["stacked"]
         assert found["instructions"]["mosaic_gpu_v2"] == 2
         assert found["fused_kernels"] == 0
+
+    @pytest.mark.slow
+    def test_a_kept_program_is_the_same(self):
+        """Its kernels are in it, and it works in place."""
+        found = aot.run("mosaic_aot.py", "kept", LD_PRELOAD=str(aot.standin_driver()))
+        assert found["kept"] == found["made"]
+        assert found["kept"]["kernels"] > 2 and found["kept"]["footprint"]["unaliased"] == 0
+        assert not found["kept"]["footprint"]["copies"]
