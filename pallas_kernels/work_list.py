@@ -9,6 +9,7 @@ Everything is computed in JAX, with static shapes, once per step; all layers sha
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,9 @@ class Plan:
     max_tiles: int
     combine_all: bool = False
     invariant: bool = False
+
+    kv_heads: ClassVar[int] = 1  # MLA is multi-query attention
+    set_heads: ClassVar[int] = 1
 
     @property
     def row_tiles(self) -> int:
@@ -124,7 +128,7 @@ def work_list(
         causal: whether rows see keys up to their own position only.
         kv_stride: positions from one key index to the next.
     """
-    segments = _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
+    segments = segments_of(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
     cuts = _cuts(segments, plan)
     # Without a barrier XLA computes all of this again for every number of the list.
     segments, cuts, starts = jax.lax.optimization_barrier((segments, cuts, _starts(cuts)))
@@ -143,7 +147,7 @@ def sound_requests(
 
 def _latest_before(ends):
     """For each request the largest of the numbers before its own, at least 0."""
-    return jnp.where(_earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
+    return jnp.where(earlier(ends.shape[0]), ends[None], 0).max(axis=1, initial=0)
 
 
 @jax.tree_util.register_dataclass
@@ -196,13 +200,13 @@ class Starts:
     partial: Int[Array, "segments"]
 
 
-def _segments(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride) -> Segments:
+def segments_of(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride) -> Segments:
     tokens = plan.num_rows // plan.heads
     sound = sound_requests(q_starts, q_lens, num_tokens=tokens, max_q_len=max_q_len)
     ends = jnp.where(sound, q_starts + q_lens, 0)
     before = _latest_before(ends)
     kv_lens = jnp.where(sound & (kv_lens > 0), kv_lens, 0)
-    keys = jnp.where(kv_lens > 0, _keys_before(kv_lens - kv_offsets, plan, kv_stride), 0)
+    keys = jnp.where(kv_lens > 0, keys_before(kv_lens - kv_offsets, plan, kv_stride), 0)
 
     def interleave(gaps, requests, last):
         return jnp.append(jnp.stack([gaps, requests], axis=1).ravel(), last)
@@ -254,7 +258,7 @@ def _most_split_tiles(tiles, row_tiles, blocks):
 
 def _starts(cuts: Cuts) -> Starts:
     """Indices as sums over pairs of segments; items of longer splits come first, of equals the earlier segment's."""
-    work, ordinal = jnp.minimum(cuts.split_tiles, cuts.tiles), _earlier(cuts.tiles.shape[0])
+    work, ordinal = jnp.minimum(cuts.split_tiles, cuts.tiles), earlier(cuts.tiles.shape[0])
     longer = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & ordinal)
 
     def sums(before, counts):
@@ -269,7 +273,7 @@ def _starts(cuts: Cuts) -> Starts:
 
 def _items(s: Segments, cuts: Cuts, starts: Starts, plan: Plan, causal: bool, kv_stride: int):
     """The records of ``ITEM``. Row tiles of one KV split of a segment are neighbours, for they read the same pages."""
-    of, nth, live = _owner(starts.item, cuts.row_tiles * cuts.splits, plan.num_items)
+    of, nth, live = owner(starts.item, cuts.row_tiles * cuts.splits, jnp.arange(plan.num_items, dtype=jnp.int32))
     row_tiles = jnp.maximum(cuts.row_tiles[of], 1)
     split, row_tile = nth // row_tiles, nth % row_tiles
     first = row_tile * plan.tile_rows
@@ -277,7 +281,7 @@ def _items(s: Segments, cuts: Cuts, starts: Starts, plan: Plan, causal: bool, kv
     tiles = cuts.tiles[of]
     if causal:  # keys after those of the row tile's last row are not visible
         last = s.position[of] + (first + rows - 1) // plan.heads
-        tiles = jnp.minimum(tiles, -(-_keys_before(last + 1, plan, kv_stride) // TILE))
+        tiles = jnp.minimum(tiles, -(-keys_before(last + 1, plan, kv_stride) // TILE))
     size = cuts.split_tiles[of]
     fields = {
         "request": s.request[of],
@@ -297,7 +301,7 @@ def _items(s: Segments, cuts: Cuts, starts: Starts, plan: Plan, causal: bool, kv
 
 def _combined(s: Segments, cuts: Cuts, starts: Starts, plan: Plan):
     """The records of ``COMBINED``."""
-    of, row_tile, live = _owner(starts.combined, cuts.combined, plan.num_combined)
+    of, row_tile, live = owner(starts.combined, cuts.combined, jnp.arange(plan.num_combined, dtype=jnp.int32))
     first = row_tile * plan.tile_rows
     fields = {
         "row": s.token[of] * plan.heads + first,
@@ -308,19 +312,18 @@ def _combined(s: Segments, cuts: Cuts, starts: Starts, plan: Plan):
     return jnp.stack([fields[name] for name in COMBINED], axis=1).ravel()
 
 
-def _keys_before(end, plan, kv_stride):
+def keys_before(end, plan, kv_stride):
     """Number of keys at positions before ``end``, which counts from the table's first key."""
     return jnp.clip(-(-end // kv_stride), 0, plan.max_tiles * TILE)
 
 
-def _earlier(n):
+def earlier(n):
     """Bool [n, n]: whether the column's index is below the row's."""
     return jnp.tri(n, k=-1, dtype=bool)
 
 
-def _owner(start, count, total):
-    """For each of ``total`` numbers: the segment whose range holds it, its number there, and whether one does."""
-    number = jnp.arange(total, dtype=jnp.int32)
+def owner(start, count, number):
+    """For each number: the segment whose range holds it, its number there, and whether one does."""
     inside = (number[:, None] >= start[None]) & (number[:, None] < (start + count)[None])
     of = jnp.where(inside, jnp.arange(start.shape[0], dtype=jnp.int32)[None], 0).max(axis=1, initial=0)
     return of, number - start[of], inside.any(axis=1)

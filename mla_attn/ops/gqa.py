@@ -11,6 +11,7 @@ from mla_attn.cache import KVPool
 from mla_attn.checks import check_flag, check_operand, check_shape
 from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
+from mla_attn.mosaic_gpu import gqa as mosaic_gpu
 from mla_attn.ops.checks import (
     check_paged_metadata,
     check_pool,
@@ -30,6 +31,7 @@ class GQACall(PagedCall):
     """Static facts of a call, from which (with the device) the implementation is chosen; made by ``GQACall.of``."""
 
     layout: str
+    row_widths: tuple[int, ...]
 
     @classmethod
     def of(
@@ -51,10 +53,12 @@ class GQACall(PagedCall):
         """
         flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
         facts = facts_of(pool, spec, max_q_len=max_q_len, q_dtype=q_dtype, **flags)
-        return cls(**facts, layout=pool.layout)
+        widths = tuple(array.shape[-1] for array in (pool.k, pool.v) if array is not None)
+        return cls(**facts, layout=pool.layout, row_widths=widths)
 
 
 IMPLEMENTATIONS = (
+    Implementation("mosaic_gpu", mosaic_gpu.supports, mosaic_gpu.gqa_attention, mosaic_gpu.plan_gqa),
     Implementation("xla", xla_supports, xla_gqa, derivative="reference"),
     Implementation("reference", reference_supports, reference_gqa, derivative="own"),
 )
@@ -101,7 +105,8 @@ def gqa_attention(
         q_scale: scale of float8_e4m3fn queries, float32 [] or [T, H], from ``quantize_queries``; None for 1.
         return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
         out_dtype: dtype of ``out``; None for that of ``q``, or for bfloat16 if that is float8.
-        implementation: "xla" or "reference", or names in the order to try them; None for the default choice.
+        implementation: "mosaic_gpu", "xla" or "reference", or names in the order to try them; None for the default
+            choice.
         batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
             rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.

@@ -148,17 +148,18 @@ def wait_for_gathers(in_flight: int) -> None:
     wait()
 
 
-def zero_rows(rows, first) -> None:
-    """Stores ``rows[first:] = 0`` in shared memory.
+def zero_rows(rows, first, before=None) -> None:
+    """Stores ``rows[first:] = 0`` and ``rows[:before] = 0`` in shared memory.
 
     Args:
-        rows: bfloat16 [64, N], in ``TILED``; N is a multiple of 64.
-        first: int32.
+        rows: [64, N] of two bytes each, in ``TILED``; N is a multiple of 64.
+        first, before: int32; ``before`` may be None for none.
     """
     tiles = rows.shape[1] // 64  # tiles of 8 rows by 64 columns beside each other, 1024 bytes each
+    befores = () if before is None else (before,)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), plgpu.Layout.WG_SPLAT))
-    def store(_, rows, first):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED),) + (plgpu.Layout.WG_SPLAT,) * (1 + len(befores)))
+    def store(_, rows, first, *befores):
         thread, byte = arith.remui(mgpu.utils.thread_idx(), _i32(128)), ir.IntegerType.get_signless(8)
         own, chunk = arith.divui(thread, _i32(8)), arith.remui(thread, _i32(8))  # 16 bytes of every 16th row
         tile, in_tile = arith.divui(own, _i32(8)), arith.remui(own, _i32(8))
@@ -168,11 +169,15 @@ def zero_rows(rows, first) -> None:
         zeros = vector.broadcast(ir.VectorType.get((4,), _i32(0).type), _i32(0))
         for n in range(4):
             row = arith.addi(own, _i32(16 * n))
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.sge, row, first.registers.item())):
+            outside = arith.cmpi(arith.CmpIPredicate.sge, row, first.registers.item())
+            for limit in befores:
+                under = arith.cmpi(arith.CmpIPredicate.slt, row, limit.registers.item())
+                outside = arith.ori(outside, under)
+            with mgpu.utils.when(outside):
                 for column in range(tiles):
                     llvm.store(zeros, mgpu.utils.getelementptr(base, [(2 * n * tiles + column) * 1024], byte))
 
-    store(rows, first)
+    store(rows, first, *befores)
 
 
 def store_vector(ref, values: jax.Array, layout) -> None:
@@ -248,6 +253,183 @@ def store_rows(ref, values, begin, end, width=None) -> None:
                     scf.yield_([])
 
     store(ref, values, begin, end, *widths)
+
+
+def gather_queries(queries, to, token, head, *, count: int, group: int, num_heads: int) -> None:
+    """Starts copying rows of a few query tokens, 16 bytes a thread at a time; ``wait_for_gathers`` waits for them.
+
+    Args:
+        queries: [T * H, D] in global memory, of two bytes each; D is 64, 128 or 256.
+        to: [64, D] in shared memory, in ``TILED``.
+        token: token of the first row; tokens past the end are the last.
+        head: first head.
+        count: rows to copy, a multiple of 8; row r is of token ``token + r // group`` and head ``head + r % group``.
+        group: heads of a token.
+        num_heads: heads H.
+    """
+    rows, channels = queries.shape
+    chunks = channels // 8  # 16 bytes each, one for a thread
+    at_once = 128 // chunks  # rows that the warpgroup copies at a time
+    scalar = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(TILED), scalar, scalar))
+    def gather(_, queries, to, token, head):
+        i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+        token, head = token.registers.item(), head.registers.item()
+        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
+        chunk, own = arith.remui(thread, _i32(chunks)), arith.divui(thread, _i32(chunks))
+        source = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(queries))
+        source = mgpu.utils.getelementptr(source, [arith.muli(chunk, _i32(16))], byte)
+        target = mgpu.utils.memref_ptr(to)
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 2 * channels))
+        for n in range(0, count, at_once):
+            row = arith.addi(own, _i32(n))
+            from_token = arith.addi(token, arith.divui(row, _i32(group)))
+            from_token = arith.minsi(from_token, _i32(rows // num_heads - 1))
+            place = arith.addi(arith.muli(from_token, _i32(num_heads)), head)
+            place = arith.addi(place, arith.remui(row, _i32(group)))
+            in_tile = arith.remui(row, _i32(8))
+            tile = arith.addi(arith.muli(arith.divui(row, _i32(8)), _i32(channels // 64)), arith.divui(chunk, _i32(8)))
+            swizzled = arith.xori(arith.remui(chunk, _i32(8)), in_tile)
+            inside = arith.addi(arith.muli(in_tile, _i32(128)), arith.muli(swizzled, _i32(16)))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, _i32(count))):
+                nvvm.cp_async_shared_global(
+                    mgpu.utils.getelementptr(target, [arith.addi(arith.muli(tile, _i32(1024)), inside)], byte),
+                    mgpu.utils.getelementptr(source, [arith.muli(arith.extui(i64, place), row_bytes)], byte),
+                    16,
+                    nvvm.LoadCacheModifierKind.CG,
+                )
+        nvvm.cp_async_commit_group()
+
+    gather(queries, to, token, head)
+
+
+def take(ref, at: jax.Array, dtype) -> jax.Array:
+    """``ref[at]``, a load from global memory for each number.
+
+    Args:
+        ref: [N].
+        at: int32 [64] in ``ROW``, all of ``[0, N)``.
+        dtype: that of ``ref``.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ROW), return_type=plgpu.ShapeDtypeStruct(at.shape, dtype, layout=ROW)
+    )
+    def load(_, ref, at):
+        is_signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+        index = ir.IndexType.get()
+        registers = np.empty_like(at.registers)
+        for n, register in np.ndenumerate(at.registers):
+            packed = isinstance(register.type, ir.VectorType)
+            number = vector.extract(register, dynamic_position=[], static_position=[0]) if packed else register
+            value = memref.load(ref, [arith.index_castui(index, number)])
+            registers[n] = vector.broadcast(ir.VectorType.get((1,), value.type), value) if packed else value
+        return mgpu.FragmentedArray(_registers=registers, _layout=at.layout, _is_signed=is_signed)
+
+    return load(ref, at)
+
+
+def load_repeated(ref, count: int) -> jax.Array:
+    """``ref`` in global memory, float32 [N], again and again up to ``count`` numbers, one a thread: 128."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=_EACH_THREAD)
+    )
+    def load(_, ref):
+        value = memref.load(ref, [_repeated_index(ref)])
+        value = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+        return mgpu.FragmentedArray(
+            _registers=np.array([value], dtype=object), _layout=_EACH_THREAD.to_mgpu(), _is_signed=None
+        )
+
+    return load(ref)
+
+
+def store_repeated(ref, values: jax.Array) -> None:
+    """Stores what ``load_repeated`` loaded: threads that hold the same number all write it."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _EACH_THREAD))
+    def store(_, ref, values):
+        value = vector.extract(values.registers.item(), dynamic_position=[], static_position=[0])
+        memref.store(value, ref, [_repeated_index(ref)])
+
+    store(ref, values)
+
+
+def _repeated_index(ref):
+    thread = arith.remui(mgpu.utils.thread_idx(), _i32(ir.MemRefType(ref.type).shape[0]))
+    return arith.index_castui(ir.IndexType.get(), thread)
+
+
+def scatter_vector(ref, values: jax.Array, first, count, *, group: int, stride: int) -> None:
+    """Stores ``ref[first + r // group * stride + r % group] = values[r]`` in global memory, for r below ``count``.
+
+    Args:
+        ref: float32 [N].
+        values: float32 [64] in ``ROW``.
+        first, count: int32.
+        group, stride: consecutive numbers, and from a group to the next.
+    """
+    scalar = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, scalar, scalar))
+    def store(_, ref, values, first, count):
+        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        first, count = first.registers.item(), count.registers.item()
+
+        def one(value, at):
+            row = arith.index_castui(i32, at[0])
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, count)):
+                memref.store(value, ref, [arith.index_castui(index, _scattered(row, first, group, stride))])
+
+        values.foreach(one)
+
+    store(ref, values, first, count)
+
+
+def scatter_rows(ref, values: jax.Array, first, count, *, group: int, stride: int) -> None:
+    """Stores ``ref[first + r // group * stride + r % group] = values[r]`` in global memory, for r below ``count``.
+
+    Args:
+        ref: float32, bfloat16 or float16 [N, C]; N C elements may be more than an int32 counts.
+        values: float32 [64, C] in the layout of wgmma's accumulators.
+        first, count, group, stride: as ``scatter_vector`` takes them.
+    """
+    columns, dtype, scalar = values.shape[1], jnp.dtype(ref.dtype), plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC, scalar, scalar))
+    def store(_, ref, values, first, count):
+        i64 = ir.IntegerType.get_signless(64)
+        first, count = first.registers.item(), count.registers.item()
+        element = ir.MemRefType(ref.type).element_type
+        warp, lane = _warp_and_lane()
+        own_row = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
+        own_column = arith.extui(i64, arith.muli(arith.remui(lane, _i32(4)), _i32(2)))
+        pitch = arith.constant(i64, ir.IntegerAttr.get(i64, columns))
+        base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(ref))
+        # A thread has pairs of columns, of its own row and of the 8th after it.
+        pairs = values.registers.reshape(columns // 8, 2)
+        for half in range(2):
+            row = arith.addi(own_row, _i32(8 * half))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, count)):
+                place = arith.extui(i64, _scattered(row, first, group, stride))
+                offset = arith.addi(arith.muli(place, pitch), own_column)
+                place = mgpu.utils.getelementptr(base, [offset], element)
+                for n in range(columns // 8):
+                    pair = pairs[n, half]
+                    if dtype != jnp.float32:
+                        pair = arith.truncf(ir.VectorType.get((2,), element), pair)
+                    llvm.store(pair, mgpu.utils.getelementptr(place, [8 * n], element))
+
+    store(ref, values, first, count)
+
+
+def _scattered(row, first, group: int, stride: int):
+    token = arith.divui(row, _i32(group))
+    return arith.addi(
+        arith.addi(first, arith.muli(token, _i32(stride))), arith.subi(row, arith.muli(token, _i32(group)))
+    )
 
 
 def zeros(shape: tuple[int, ...]) -> jax.Array:

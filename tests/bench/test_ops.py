@@ -217,7 +217,7 @@ def test_grouped_queries(capsys, dtype):
 
 def test_grouped_queries_that_read_other_heads_are_wrong(monkeypatch, capsys):
     """Of two KV heads each stands alone in what is expected; and poison past lengths is met."""
-    real, specification = gqa.IMPLEMENTATIONS
+    _, real, specification = gqa.IMPLEMENTATIONS
     shape, options = "3x4/2x2x9+2+5", ("--op", "gqa", "--head-dim", "16", "--implementation", "xla", "--shape")
 
     def swapped(q, *arguments, **options):

@@ -1,4 +1,4 @@
-"""Calls of ``mla_attention`` that the Hopper kernels serve, to lower and to compile without a GPU."""
+"""Calls of the paged ops that the Hopper kernels serve, to lower and to compile without a GPU."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from jax._src.lib.mlir import ir
 import helpers
 from mla_attn.dispatch import compiling_for
 from mla_attn.mosaic_gpu.hopper import refuses
-from mla_attn.ops import mla_attention, plan_mla
+from mla_attn.ops import gqa_attention, mla_attention, plan_gqa, plan_mla
 from mla_attn.support import H200
 
 # The oldest jax that the library runs on has not all that its kernels need.
@@ -86,10 +86,73 @@ MIXED = {
     },
 }
 
+# The same of ``gqa_attention``: what differs from a decode call of 32 heads over 8, 128 channels, pages of 64.
+GQA_CALLS = {
+    "GQA: decode": {},
+    "GQA: verify, 64 channels, pages of 16": {"heads": 64, "head_dim": 64, "max_q_len": 4, "page_size": 16},
+    "GQA: sinks, window": {"heads": 64, "head_dim": 64, "window": 128, "sinks": True},
+    "GQA: prompt parts, tree": {"max_q_len": 64, "tree": 70},
+    "GQA: 256 channels": {"head_dim": 256},
+    "GQA: interleaved, pages of 1": {"pool_layout": "interleaved", "page_size": 1},
+    "GQA: hnd, one head, float16, invariant": {
+        "heads": 6,
+        "kv_heads": 1,
+        "pool_layout": "hnd",
+        "dtype": jnp.float16,
+        "out_dtype": jnp.float32,
+        "batch_invariant": True,
+        "v_head_dim": 64,
+        "max_q_len": 3,
+    },
+    "GQA: strided, not causal, cap": {
+        "kv_stride": 3,
+        "page_stride": 5,
+        "layer_stride": 2,
+        "num_layers": 3,
+        "causal": False,
+        "soft_cap": 30.0,
+    },
+}
+
 NOTHING = {
     "no requests": {"kv_lens": [], "q_lens": [], "num_rows": 3, "layout": "packed"},
     "no rows": {"kv_lens": [0, 0], "q_lens": [0, 0], "num_rows": 0, "layout": "packed"},
 }
+
+
+def make_gqa(*, tree=0, sinks=False, causal=True, batch_invariant=False, out_dtype=None, **sizes):
+    """What ``make`` returns, of ``gqa_attention``."""
+    defaults = {
+        "kv_lens": [65, 8500],
+        "q_lens": [1, 1],
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "page_size": 64,
+        "dtype": jnp.bfloat16,
+    }
+    batch = helpers.kv_batch(0, **{**defaults, **sizes})
+    spec, shared = batch.spec, {"causal": causal, "implementation": "mosaic_gpu", "batch_invariant": batch_invariant}
+
+    def plan(pool, metadata):
+        return plan_gqa(metadata, pool, spec, tree=tree > 0, sinks=sinks, **shared)
+
+    def attend(pool, metadata, layer, q):
+        shape = (metadata.q_lens.shape[0], metadata.max_q_len, tree)
+        return gqa_attention(
+            q,
+            pool,
+            metadata,
+            spec,
+            layer=layer,
+            tree_mask=jnp.ones(shape, bool) if tree else None,
+            sinks=jnp.zeros(spec.num_heads) if sinks else None,
+            out_dtype=out_dtype,
+            return_lse=not sinks,
+            **shared,
+        )
+
+    return plan, attend, (batch.pool, batch.metadata, jnp.int32(0), batch.q)
 
 
 def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, **sizes):

@@ -1,18 +1,32 @@
-"""``mla_attention`` by the Hopper kernels: the shared tests, and what only they promise. On a GPU of its kind."""
+"""The paged ops by the Hopper kernels: the shared tests, and what only they promise. On a GPU of its kind."""
 
 import dataclasses
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import helpers
 from mla_attn.dispatch import compiling_for, current_device
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
-from mla_attn.ops import plan_mla
+from mla_attn.ops import plan_gqa, plan_mla
 from ops.base import MLATests
+from ops.gqa_base import GQATests
 
 pytestmark = pytest.mark.gpu
+
+
+def check_large_scores(tests):
+    """Scores of hundreds neither overflow nor lose the softmax: its weights are then 0 and 1."""
+    batch = tests.batch(12, scale=7.0, layout="packed")
+    out, lse = tests.attend(batch)
+    want, want_lse, _ = batch.expected()
+    assert np.abs(want_lse[np.isfinite(lse)]).max() > 100
+    assert (np.isneginf(want_lse) == np.isneginf(lse)).all()
+    np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=4e-2)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-4)
 
 
 class TestMosaicGPU(MLATests):
@@ -89,14 +103,7 @@ class TestMosaicGPU(MLATests):
         self.same_bits((out[1:], lse[1:]), (want[1:], want_lse[1:]))
 
     def test_scale_and_large_scores(self):
-        """Scores of hundreds neither overflow nor lose the softmax: its weights are then 0 and 1."""
-        batch = self.batch(12, scale=7.0, layout="packed")
-        out, lse = self.attend(batch)
-        want, want_lse, _ = batch.expected()
-        assert np.abs(want_lse[np.isfinite(lse)]).max() > 100
-        assert (np.isneginf(want_lse) == np.isneginf(lse)).all()
-        np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=4e-2)
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-4)
+        check_large_scores(self)
 
 
 class TestFewRows(TestMosaicGPU):
@@ -122,3 +129,104 @@ class TestTransposed(TestFewRows):
         sizes = {"kv_lens": [0, 1, 63, 64, 65, 1000, 130, 5000], "q_lens": [1] * 8, "max_q_len": 1, "most": 5000}
         for page_size in (1, 8, 64):
             self.check(self.batch(13, heads=heads, page_size=page_size, **sizes))
+
+
+class TestGQA(GQATests):
+    """Two KV heads a thread block, four query heads in all: most rows of a product belong to nobody."""
+
+    # What TMA cannot copy is gathered: pages of less than 8, and the interleaved layout of the shared tests, in rows of
+    # 136 elements.
+    implementation = "mosaic_gpu"
+    kernel = True
+    sizes: ClassVar[dict] = {**GQATests.sizes, "head_dim": 128, "v_head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+    dtypes, cache_dtypes, float8_queries = ("bfloat16", "float16"), (), False
+
+    @pytest.fixture(autouse=True)
+    def hopper(self):
+        if jax.devices()[0].compute_capability != "9.0":
+            pytest.skip("needs compute capability 9.0")
+
+    def make_batch(self, seed, **sizes):
+        dims = {name: sizes[name] for name in ("head_dim", "v_head_dim")}
+        sizes = {**sizes, "dtype": jnp.dtype(sizes["dtype"])}
+        return helpers.kv_batch(seed, **{**sizes, **dims, "kv_heads": 1 if sizes["heads"] % 2 else sizes["kv_heads"]})
+
+    def test_scale_and_large_scores(self):
+        check_large_scores(self)
+
+    def test_tree_with_a_window(self):
+        batch = self.batch(32, window=9)
+        mask = jnp.ones((8, batch.metadata.max_q_len, batch.metadata.max_q_len), bool)
+        self.check(batch, tree_mask=mask, served=False)
+
+    def test_groups(self):  # of shapes that the shared test does not let be wide
+        for heads, kv_heads in ((6, 1), (7, 7), (32, 8), (64, 1)):
+            sizes = {"heads": heads, "kv_heads": kv_heads, "kv_lens": [9, 300], "q_lens": [2, 1]}
+            self.check(self.batch(35, most=300, **sizes))
+
+    @pytest.mark.parametrize("head_dim, v_head_dim", [(64, 128), (128, 64), (128, 128), (128, 256), (256, 256)])
+    def test_dims(self, head_dim, v_head_dim):
+        """Also divided into KV splits."""
+        sizes = {"kv_lens": [0, 1, 63, 64, 65, 1000, 130, 5000], "q_lens": [1] * 8, "max_q_len": 1, "most": 5000}
+        self.check(self.batch(36, head_dim=head_dim, v_head_dim=v_head_dim, heads=16, kv_heads=4, **sizes))
+
+    @pytest.mark.parametrize("pool_layout", ["nhd", "hnd", "interleaved"])
+    @pytest.mark.parametrize("page_size", [1, 4, 8, 48, 64, 128, 544])
+    def test_every_way_to_copy_a_page(self, page_size, pool_layout):
+        """Row by row, in pieces, and whole."""
+        self.check(self.batch(14, layout="packed", page_size=page_size, pool_layout=pool_layout))
+
+    def test_rows_of_other_systems(self):
+        """Padded to 128, which TMA takes, with NaN and infinity beside keys and values."""
+        batch = self.batch(16, page_size=64, layout="packed", head_dim=64, v_head_dim=64)
+        for poison in (np.nan, np.inf):
+            k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, 64),), constant_values=poison) for x in batch.pool.arrays)
+            pools = {
+                "nhd": (k, v),
+                "hnd": (k.swapaxes(1, 2), v.swapaxes(1, 2)),
+                "interleaved": (jnp.stack([k, v], 3), None),
+            }
+            for pool_layout, (k, v) in pools.items():
+                pool = dataclasses.replace(batch.pool, k=k, v=v, layout=pool_layout)
+                self.check(dataclasses.replace(batch, pool=pool))
+
+    @pytest.mark.parametrize("window", [None, 100])
+    @pytest.mark.parametrize("page_size, head_dim", [(4, 64), (64, 128), (16, 256)])
+    def test_a_thread_block_takes_one_item_after_the_other(self, page_size, head_dim, window):
+        """Few blocks for a list of dozens: each loads its next item while one ends, whole or part of a split."""
+        sizes = {
+            "kv_lens": [3000, 0, 1, 64, 6, 65, 700, 128, 63, 1300, 130, 200, 40],
+            "q_lens": [6, 1, 1, 0, 6, 4, 2, 5, 6, 1, 6, 3, 6],
+            "most": 3000,
+        }
+        sizes = {**sizes, "head_dim": head_dim, "v_head_dim": head_dim, "page_size": page_size, "window": window}
+        batch = self.batch(15, heads=16, **sizes)
+        sinks = jnp.asarray(np.resize([1.5, -np.inf, np.inf, -2.0], 16), jnp.float32)
+        with compiling_for(dataclasses.replace(current_device(), cores=8)):
+            items, splits = plan_gqa(batch.metadata, batch.pool, batch.spec, implementation="mosaic_gpu").work[:2]
+            assert items > 2 * 8 and (splits > 0) == (window is None)
+            for invariant in (False, True):
+                self.check(batch, batch_invariant=invariant)
+                self.check(batch, sinks=sinks, batch_invariant=invariant)
+
+    def test_prompt_parts(self):
+        """More rows than a row tile has: 64 tokens of 4 heads are four."""
+        sizes = {"kv_lens": [100, 700, 64, 5], "q_lens": [100, 128, 64, 5], "max_q_len": 128, "most": 700}
+        for window in (None, 90):
+            self.check(self.batch(37, window=window, heads=8, **sizes))
+
+    @pytest.mark.parametrize("what", ["query", "key"])
+    @pytest.mark.parametrize("kv_len", [5, 70, 9000])
+    def test_nan_is_not_taken_for_no_key(self, what, kv_len):
+        """In a row tile of its own, and through the combine: NaN in ``out`` and ``lse``, and in no other request."""
+        batch = self.batch(17, kv_lens=[kv_len, 9], q_lens=[1, 2], max_q_len=2, most=kv_len)
+        q, pool = batch.q, batch.pool
+        if what == "query":
+            q = q.at[0].set(np.nan)
+        else:
+            page = pool.placement.physical_pages(batch.metadata.page_table[0, 0], batch.layer)
+            pool = dataclasses.replace(pool, k=pool.k.at[page, 0].set(np.nan))
+        out, lse = self.attend(dataclasses.replace(batch, q=q, pool=pool))
+        want, want_lse = self.attend(batch)
+        assert np.isnan(np.asarray(out[0], np.float32)).all() and np.isnan(lse[0]).all()
+        self.same_bits((out[1:], lse[1:]), (want[1:], want_lse[1:]))

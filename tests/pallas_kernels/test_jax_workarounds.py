@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from kernel_calls import MIXED, lower, make, needs_kernels
+from kernel_calls import GQA_CALLS, MIXED, lower, make, make_gqa, needs_kernels
 from mla_attn.dispatch import compiling_for
 from mla_attn.pallas_kernels.mosaic_gpu import jax_workarounds
 from mla_attn.support import H200
@@ -20,7 +20,11 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "name",
-    ["strided, not causal, 3 heads, 256 + 64, pages of 128", pytest.param("decode, 128 heads", marks=pytest.mark.slow)],
+    [
+        "strided, not causal, 3 heads, 256 + 64, pages of 128",
+        "GQA: decode",
+        pytest.param("decode, 128 heads", marks=pytest.mark.slow),
+    ],
 )
 def test_layouts_are_those_that_jax_infers_alone(name, monkeypatch):
     from jax.experimental.mosaic.gpu import layout_inference
@@ -35,7 +39,9 @@ def test_layouts_are_those_that_jax_infers_alone(name, monkeypatch):
             texts.append(re.sub(r'mosaic_gpu.dump_basename = "\w+"', "", str(module)))
 
         monkeypatch.setattr(layout_inference, "infer_layout", kept)
-        plan, attend, (pool, metadata, *rest) = make(**MIXED[name])
+        plan, attend, (pool, metadata, *rest) = (
+            make_gqa(**GQA_CALLS[name]) if name in GQA_CALLS else make(**MIXED[name])
+        )
         with compiling_for(H200):
             planned = jax.eval_shape(plan, pool, metadata)
         lower(lambda *arguments: attend(*arguments), pool, planned, *rest)

@@ -4,11 +4,13 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import aot
 from kernel_calls import (
     CALLS,
+    GQA_CALLS,
     MIXED,
     NOTHING,
     attention_seconds,
@@ -16,20 +18,24 @@ from kernel_calls import (
     lower,
     lowering_seconds,
     make,
+    make_gqa,
     needs_kernels,
     scanned,
 )
 from mla_attn import dispatch
 from mla_attn.dispatch import compiling_for
+from mla_attn.mosaic_gpu import gqa as gqa_adapter
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
+from mla_attn.pallas_kernels.even_list import EvenPlan
 from mla_attn.pallas_kernels.work_list import Plan
 from mla_attn.support import H200
 
 pytestmark = needs_kernels
 
 TARGET = "custom_call @mosaic_gpu"
-QUICK = ("layers", "stacked", "decode, 128 heads")  # of layers: 16 heads
-ATTENDS = ("mla_decode", "mla_stream")
+QUICK = ("layers", "stacked", "decode, 128 heads", "GQA: decode")  # of layers: 16 heads
+ATTENDS = ("gqa_decode", "mla_decode", "mla_stream")
+ALL = CALLS | GQA_CALLS
 
 # Rows of the tables of the kernels' page, as lists of cells.
 PAGE = [
@@ -48,6 +54,8 @@ BUDGET = {
     "strided, not causal, 3 heads, 256 + 64, pages of 128": (320_000, 2190, 12),
 }
 
+GQA_BUDGET = (400_000, 2300, 14)  # the same of every call of GQA
+
 # Bytes that a thread may spill, outside the loops over tiles, in branches that few tiles take, or where it loads; none
 # where nothing is said. The bits of a tree's mask take registers of their own, as do rows gathered one by one.
 SPILLS = {
@@ -57,6 +65,7 @@ SPILLS = {
     "decode, 24 heads": 32,
     "pages of 1, 128 heads": 24,
     "rows of 640, 128 heads, pages of 1": 24,
+    "GQA: prompt parts, tree": 256,
 }
 
 
@@ -93,6 +102,24 @@ def test_every_call_lowers(name, lists):
         assert len(text) <= most_text
         assert sum(operations) <= most_operations
         assert seconds <= most_attentions * unit
+
+
+@pytest.mark.parametrize("name", GQA_CALLS)
+def test_every_gqa_call_lowers(name, monkeypatch):
+    """As calls of MLA do; there is nothing to combine where windows leave nothing to divide."""
+    made, even_list = [], gqa_adapter.even_list
+    dispatch._compute.clear_cache()
+    monkeypatch.setattr(gqa_adapter, "even_list", lambda *a, **o: made.append(o["plan"]) or even_list(*a, **o))
+    plan, attend, arguments = make_gqa(**GQA_CALLS[name])
+    unit = attention_seconds()
+    with counted_operations() as operations:
+        seconds, lowered = lowering_seconds(lambda pool, m, *rest: attend(pool, plan(pool, m), *rest), *arguments)
+    text = lowered.as_text()
+    assert text.count(TARGET) == (1 if "window" in GQA_CALLS[name] else 2)
+    assert len(made) == 1
+    assert len(text) <= GQA_BUDGET[0]
+    assert sum(operations) <= GQA_BUDGET[1]
+    assert seconds <= GQA_BUDGET[2] * unit
 
 
 def test_an_unplanned_call_makes_its_own_list(lists):
@@ -132,6 +159,27 @@ def test_shared_memory_is_enough(latent, rope, tile_rows):
         assert told is None or int(told[[(512, 64), (256, 64), (512, 0)].index((latent, rope))]) == taken
 
 
+@pytest.mark.parametrize("rows", [1, 8, 24, 64])
+@pytest.mark.parametrize("block_heads", [1, 2])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_shared_memory_of_gqa(dim, block_heads, rows):
+    """At least two stages, for any number of rows and kind of copy; the kernels' page says how many."""
+    from mla_attn.pallas_kernels.mosaic_gpu import gqa_block, gqa_decode
+    from mla_attn.pallas_kernels.mosaic_gpu.primitives import SHARED_BYTES, shared_bytes
+
+    if (dim, block_heads) == (256, 2):
+        return  # no call has them
+    sizes = {"num_requests": 1, "num_tokens": 8, "kv_heads": block_heads, "lanes": 1, "teams": 132, "max_tiles": 4}
+    plan = EvenPlan(**sizes, heads=rows, tile_tokens=1, block_heads=block_heads)
+    call = gqa_block.Call(scale=1.0, head_dim=dim, v_head_dim=dim, layout="nhd", max_q_len=1, num_pages=4)
+    for page in (1, 8, 64):
+        body = gqa_decode._Body(call, plan, dtype=jnp.bfloat16, page=page, widths=[dim, dim], has_sinks=False)
+        taken = shared_bytes(body.scratch(body.stages))
+        assert body.stages >= 2 and taken <= SHARED_BYTES
+    told = [row[1:] for row in PAGE if row[:1] == ["`gqa_decode`"] and row[1:3] == [str(dim), str(block_heads)]]
+    assert told == [[str(dim), str(block_heads), str(body.slots), str(body.stages), str(taken)]]
+
+
 @pytest.mark.parametrize("block_n", [64, 128, 256])
 @pytest.mark.parametrize("tile_rows", [64, 128])
 def test_shared_memory_of_output_tiles(tile_rows, block_n):
@@ -150,7 +198,7 @@ def test_shared_memory_of_output_tiles(tile_rows, block_n):
 @functools.cache
 def compiled(quick: bool) -> dict:
     """What ``mosaic_aot.py`` prints, from one process for all quick tests and one for the others."""
-    names = QUICK if quick else [name for name in CALLS if name not in QUICK]
+    names = QUICK if quick else [name for name in ALL if name not in QUICK]
     return aot.run("mosaic_aot.py", *names, LD_PRELOAD=str(aot.standin_driver()))
 
 
@@ -158,7 +206,7 @@ def compiled(quick: bool) -> dict:
 @aot.needs_c_compiler
 class TestMachineCode:
     @pytest.mark.parametrize(
-        "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name not in QUICK)]
+        "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in QUICK)]
     )
     def test_nothing_is_spilled_and_no_product_waits_for_another(self, name):
         found = compiled(name in QUICK)[name]["kernels"]

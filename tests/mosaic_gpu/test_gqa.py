@@ -1,0 +1,104 @@
+"""What ``gqa_attention`` hands to the Hopper kernel, without a GPU: work lists, teams, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kernel_calls import make_gqa
+from mla_attn import dispatch
+from mla_attn.cache import KVPool
+from mla_attn.dispatch import compiling_for
+from mla_attn.mosaic_gpu import gqa as mosaic_gpu
+from mla_attn.ops.gqa import GQACall
+from mla_attn.specs import GQASpec
+from mla_attn.support import H200
+
+
+@pytest.fixture
+def lists(monkeypatch):
+    """The plans of the work lists made."""
+    made, even_list = [], mosaic_gpu.even_list
+    dispatch._compute.clear_cache()  # a call that was traced before makes none
+
+    def counted(*arguments, plan, **options):
+        made.append(plan)
+        return even_list(*arguments, plan=plan, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "even_list", counted)
+    return made
+
+
+def trace(attend, metadata, arguments):
+    with compiling_for(H200):
+        return jax.eval_shape(attend, arguments[0], metadata, *arguments[2:])
+
+
+def test_a_planned_call_makes_no_list_of_its_own(lists):
+    plan, attend, arguments = make_gqa(max_q_len=3)
+    with compiling_for(H200):
+        planned = plan(*arguments[:2])
+    assert planned.work.shape == (lists[0].size,)
+    trace(attend, planned, arguments)
+    trace(make_gqa(max_q_len=3, out_dtype=jnp.float32)[1], planned, arguments)  # one list for results of any type
+    assert len(lists) == 1
+    trace(attend, arguments[1], arguments)
+    assert len(lists) == 2 and lists[0] == lists[1]
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"batch_invariant": True}, {"window": 9}])
+def test_a_call_other_than_planned_makes_its_own_list(change, lists):
+    plan, _, arguments = make_gqa(max_q_len=2)
+    with compiling_for(H200):
+        planned = plan(*arguments[:2])
+    trace(make_gqa(max_q_len=2, **change)[1], planned, arguments)
+    assert len(lists) == 2
+
+
+def test_lengths_replaced_are_planned_again(lists):
+    plan, _, (pool, metadata, *_) = make_gqa()
+    with compiling_for(H200):
+        first = plan(pool, metadata)
+        second = plan(pool, dataclasses.replace(first, kv_lens=first.kv_lens + 60))
+    assert len(lists) == 2
+    assert (first.work != second.work).any()
+
+
+@pytest.mark.parametrize(
+    "kv_heads, wide, want",
+    [
+        (8, False, (2, 4, 33)),
+        (8, True, (1, 4, 33)),
+        (1, False, (1, 1, 132)),
+        (7, False, (1, 1, 132)),
+        (16, False, (2, 4, 33)),
+        (6, False, (2, 3, 44)),
+        (12, False, (2, 6, 22)),
+    ],
+)
+def test_teams(kv_heads, wide, want):
+    """Together they take all KV heads, and keep all multiprocessors busy."""
+    block_heads, lanes, count = mosaic_gpu.teams(kv_heads, H200.cores, wide=wide)
+    assert (block_heads, lanes, count) == want
+    assert kv_heads % (block_heads * lanes) == 0 and lanes * count == H200.cores
+
+
+@pytest.mark.parametrize("heads, rows, tile_tokens", [(8, 1, 1), (8, 6, 6), (32, 64, 16), (24, 64, 21), (512, 3, 1)])
+def test_row_tiles_hold_whole_tokens(heads, rows, tile_tokens):
+    plan, _, arguments = make_gqa(heads=heads, max_q_len=rows, kv_lens=[65, 300])
+    with compiling_for(H200):
+        launch = jax.eval_shape(plan, *arguments[:2]).work_plan
+    assert launch.plan.tile_tokens == tile_tokens
+    assert launch.plan.tile_rows == tile_tokens * heads // 8 <= 64
+
+
+@pytest.mark.parametrize(
+    "width, refusal",
+    [(64, None), (72, None), (128, None), (68, "pool rows of (68, 68) elements: must be multiples of 8")],
+)
+def test_which_rows_the_kernel_can_copy(width, refusal):
+    array = jax.ShapeDtypeStruct((4, 16, 8, width), jnp.bfloat16)
+    pool = jax.eval_shape(lambda a: KVPool.of(a, a, layout="nhd", head_dim=64, v_head_dim=64), array)
+    spec = GQASpec(num_heads=32, num_kv_heads=8, head_dim=64, scale=0.1)
+    assert mosaic_gpu.supports(GQACall.of(pool, spec), H200) == refusal
