@@ -38,6 +38,10 @@ from mla_attn.programs import open_folder
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
 
+# Most new requests that a step takes over, which is more than it can admit: each takes 0.5 us, and a step's own time
+# must not depend on how many arrive at once.
+_ARRIVALS = 64
+
 
 class Engine:
     """Serves one model to many requests.
@@ -412,7 +416,7 @@ class Engine:
                 faults.settle(self)
                 self._in_doubt = True
                 before = self._counters.launches
-                self._take_new()
+                self._take_new(_ARRIVALS)
                 self._end_cancelled()
                 launching.launch(self)
                 launching.read(self, before if self._limits.overlap else self._counters.launches)
@@ -483,9 +487,9 @@ class Engine:
                 compiles_after_warm_up=backend_compiles() - self._compiles_at_warm_up,
             )
 
-    def _take_new(self) -> None:
+    def _take_new(self, most: int) -> None:
         with self._adding:
-            while self._new:
+            for _ in range(min(most, len(self._new))):
                 self._scheduler.waiting.append(self._new[0])
                 self._new.popleft()
 
@@ -493,7 +497,7 @@ class Engine:
         while self._cancels:
             request = self._cancels[0]
             if request in self._new:  # added and cancelled since the last ``_take_new``
-                self._take_new()
+                self._take_new(len(self._new))
             if not request.finished:
                 self._outbox.hand_out(request, (), "cancelled")
             self._cancels.popleft()

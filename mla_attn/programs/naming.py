@@ -27,7 +27,15 @@ from mla_attn.dispatch import current_device
 
 # Packages whose code is not described, because ``surroundings`` has a version or a digest of it.
 _PACKAGES = frozenset({"mla_attn", "jax", "jaxlib", "flax", "numpy", "ml_dtypes"} | sys.stdlib_module_names)
-_VARIABLES, _WHERE = ("XLA_", "LIBTPU_", "MLA_ATTN_", "MOSAIC_GPU_", "JAX_PALLAS_"), "MLA_ATTN_CACHE_DIR"
+_VARIABLES = ("XLA_", "LIBTPU_", "MLA_ATTN_", "MOSAIC_GPU_", "JAX_PALLAS_")
+# JAX sets the last three itself when a process lowers its first Mosaic kernel: the programs named before it would have
+# other names than those named after it.
+_SILENT_VARIABLES = (
+    "MLA_ATTN_CACHE_DIR",
+    "MOSAIC_GPU_CUDA_ROOT",
+    "MOSAIC_GPU_RUNTIME_LIB_PATH",
+    "MOSAIC_GPU_NVSHMEM_",
+)
 # Settings of JAX that concern files and logging, and do not change programs.
 _SILENT_SETTINGS = {"cache", "log", "logging", "traceback", "dump", "dumps", "transfer", "distributed", "platforms"}
 
@@ -63,7 +71,11 @@ def surroundings() -> tuple[Any, ...]:
             for name, value in sorted(jax.config.values.items())
             if not _SILENT_SETTINGS.intersection(name.split("_"))
         ],
-        [(name, text) for name, text in sorted(os.environ.items()) if name.startswith(_VARIABLES) and name != _WHERE],
+        [
+            (name, text)
+            for name, text in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and not name.startswith(_SILENT_VARIABLES)
+        ],
     )
 
 

@@ -15,6 +15,7 @@ from mla_attn.models import DeepseekForCausalLM
 from mla_attn.passes import Passes, Shapes
 from mla_attn.passes.functions import Method
 from mla_attn.programs import Unknown, identity
+from mla_attn.programs.naming import surroundings
 from mla_attn.specs import MLASpec
 from mla_attn.speculative import DraftTree
 
@@ -90,3 +91,18 @@ def made(seed=0, layers=1, **options):
 def test_models_that_differ_in_their_arrays_alone_share_a_name():
     assert made() == made(seed=1)
     assert len({made(), made(layers=2), made(implementation="xla"), made(implementation="reference")}) == 4
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "MOSAIC_GPU_DUMP_PTX", "MLA_ATTN_IMPLEMENTATION"])
+def test_the_environment_is_in_names(monkeypatch, name):
+    before = identity(surroundings())
+    monkeypatch.setenv(name, "--xla_other=1")
+    assert identity(surroundings()) != before
+
+
+@pytest.mark.parametrize("name", ["MLA_ATTN_CACHE_DIR", "MOSAIC_GPU_RUNTIME_LIB_PATH", "MOSAIC_GPU_CUDA_ROOT"])
+def test_what_jax_sets_while_it_lowers_is_not(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    before = identity(surroundings())
+    monkeypatch.setenv(name, "/elsewhere")
+    assert identity(surroundings()) == before
