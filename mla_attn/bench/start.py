@@ -19,10 +19,11 @@ from mla_attn.bench import output
 from mla_attn.bench.machine import machine
 from mla_attn.bench.output import say
 from mla_attn.bench.serve.command import open_model
-from mla_attn.engine import Engine, SamplingParams
+from mla_attn.engine import DraftModel, Engine, SamplingParams
 from mla_attn.metadata import for_target_verify
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.ops.mla import mla_attention
+from mla_attn.passes import open_draft
 from mla_attn.speculative import DraftTree
 
 _REQUESTS, _KV_LEN, _EXPERTS = 64, 4096, 64
@@ -80,12 +81,14 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
     arguments = engine_options(options)
     trees = arguments["speculation"]
     say(f"{options.what}: loading")
-    _, load = open_model(options.what, options.dtype, drafts=bool(trees))
-    model = load()
-    jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+    _, load = open_model(options.what, options.dtype, drafts=bool(trees) and options.draft is None)
+    _, load_draft = open_draft(options.draft, dtype=jnp.dtype(options.dtype))
+    model, draft = load(), load_draft()
+    models = (model, draft.model) if isinstance(draft, DraftModel) else (model,)
+    jax.block_until_ready([jax.tree.leaves(nnx.state(each)) for each in models])
     say(f"{options.what}: starting")
     begin = time.perf_counter()
-    engine = Engine(model, **arguments)
+    engine = Engine(model, draft=draft, **arguments)
     engine.warm_up(progress=sys.stderr.isatty(), background=True)
     created = time.perf_counter() - begin
     params = SamplingParams(max_new_tokens=2, ignore_eos=True, speculation=trees[0] if trees else None)

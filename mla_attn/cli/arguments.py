@@ -92,16 +92,7 @@ def _generate(parser: Parser) -> None:
         "--prompts-file", metavar="F", help="one prompt per line: text, or ids with commas, as 1,2 or 42,; - is stdin"
     )
     add("--max-new-tokens", integer(1, INT32_MAX), default=64, metavar="N", help="most tokens per prompt (default 64)")
-    speculate = integer(0, MOST_DRAFTS)
-    add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step (default 0)")
-    add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
-    add(
-        "--draft",
-        DRAFT,
-        metavar="CHECKPOINT",
-        help="a smaller checkpoint that drafts, or ngram:N to draft from the text itself by its last N tokens, as "
-        "ngram:3 (default: the MTP layer)",
-    )
+    _drafts(parser)
     add("--temperature", _TEMPERATURE, default=0.0, metavar="T", help="sample at this temperature (default 0: greedy)")
     add("--top-k", integer(0, INT32_MAX), default=0, metavar="K", help="keep the K likeliest tokens (default 0: all)")
     top_p = number(0, 1, above=True)
@@ -125,6 +116,19 @@ def _generate(parser: Parser) -> None:
     _cache_dir(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     _runs(parser, "mla_attn.cli.generate", _check_generate)
+
+
+def _drafts(parser: Parser) -> None:
+    add, speculate = parser.add, integer(0, MOST_DRAFTS)
+    add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step (default 0)")
+    add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
+    add(
+        "--draft",
+        DRAFT,
+        metavar="CHECKPOINT",
+        help="a smaller checkpoint that drafts, or ngram:N to draft from the text itself by its last N tokens, as "
+        "ngram:3 (default: the MTP layer)",
+    )
 
 
 def _implementation(parser: Parser) -> None:
@@ -161,9 +165,7 @@ def _engine_sizes(parser: Parser) -> None:
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per cache page (default 64)")
     rows = integer(1, _MOST_TOKENS)
     add("--prompt-tokens", rows, default=512, metavar="N", help="most prompt tokens per step (default 512)")
-    speculate = integer(0, MOST_DRAFTS)
-    add("--speculate", speculate, default=0, metavar="K", help="draft K tokens per step with the MTP layer (default 0)")
-    add("--tree", TREE, metavar="W1xW2x...", help="draft a tree: children per node at each depth")
+    _drafts(parser)
     _implementation(parser)
     _cache_dir(parser)
 
@@ -171,12 +173,12 @@ def _engine_sizes(parser: Parser) -> None:
 def _check_drafts(options: argparse.Namespace) -> None:
     if options.tree and options.speculate not in (0, (0,)):
         raise ValueError("--tree is not allowed with --speculate: a chain is the tree 1x1x...")
+    if getattr(options, "draft", None) is not None and not (options.tree or options.speculate):
+        raise ValueError("--draft needs --speculate or --tree")
 
 
 def _check_generate(options: argparse.Namespace) -> None:
     _check_drafts(options)
-    if options.draft is not None and not (options.tree or options.speculate):
-        raise ValueError("--draft needs --speculate or --tree")
     if options.kv_scales is not None and not (options.kv_dtype or "").startswith("float8"):
         raise ValueError("--kv-scales needs --kv-dtype with float8")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams
-from mla_attn.engine.sizes import draft_limits
-from mla_attn.models import check_model_fits, open_checkpoint
+from mla_attn.cli.drafts import open_drafts
+from mla_attn.engine import Engine, SamplingParams
+from mla_attn.engine.sizes import check_engine_fits, draft_limits
+from mla_attn.models import open_checkpoint
 from mla_attn.models.files import read_json
 from mla_attn.models.tokenizer import IdTokenizer, load_tokenizer
-from mla_attn.passes import check_drafts
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
 
@@ -74,13 +74,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
     _check_prompts(options, prompts, model)
     widths = options.tree or (1,) * options.speculate
     trees, page_size = (DraftTree(widths),) if widths else (), options.page_size
-    drafting = open_checkpoint(options.draft, dtype=model.dtype) if isinstance(options.draft, str) else None
-    draft = NgramDrafts(options.draft) if isinstance(options.draft, int) else drafting and DraftModel(drafting.model)
-    if trees:
-        try:
-            check_drafts(draft, model, trees)
-        except ValueError as reason:
-            raise ValueError(f"{options.draft or options.checkpoint}: {reason}") from None
+    draft, load_draft = open_drafts(options, model, trees)
     limits = draft_limits(draft, trees)
     drafts = limits["verify_rows"] - 1 + limits["rows_ahead"]
     lengths = [len(prompt) + options.max_new_tokens for prompt in prompts]
@@ -89,9 +83,15 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         raise ValueError(
             f"--num-pages {options.num_pages} must be at least {max(pages)}: the longest prompt needs them"
         )
-    num_pages = options.num_pages or sum(pages)
-    for each in (model, *([drafting.model] if drafting else [])):
-        check_model_fits(each, num_pages=num_pages, page_size=page_size, kv_dtype=options.kv_dtype)
+    sizes = {
+        "max_batch": min(options.max_batch or len(prompts), len(prompts)),
+        "num_pages": options.num_pages or sum(pages),
+        "page_size": page_size,
+        "max_len": max(lengths),
+        "prompt_tokens": min(options.prefill_chunk or 2048, sum(map(len, prompts))),
+        "kv_dtype": options.kv_dtype,
+    }
+    check_engine_fits(model, draft, trees, **sizes)
     parameters = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,
@@ -104,21 +104,17 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         )
         for number in range(len(prompts))
     ]
-    max_batch = min(options.max_batch or len(prompts), len(prompts))
     engine = Engine(
         checkpoint.load(),
-        max_batch=max_batch,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_len=max(lengths),
+        **sizes,
         speculation=trees,
-        draft=DraftModel(drafting.load()) if drafting else draft,
-        prompt_tokens=min(options.prefill_chunk or 2048, sum(map(len, prompts))),
+        draft=load_draft(),
         max_waiting=len(prompts),
-        batches=(max_batch,),  # one program of each kind, because a short run spends most of its time compiling
+        batches=(
+            sizes["max_batch"],
+        ),  # one program of each kind, because a short run spends most of its time compiling
         implementation=options.implementation,
         cache_dir=options.cache_dir,
-        kv_dtype=options.kv_dtype,
         kv_scale=scales,
     )
     return engine, parameters

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from mla_attn.bench.start import engine_options
+from mla_attn.cli.drafts import open_drafts
 from mla_attn.engine import Engine
 from mla_attn.models import open_checkpoint
 
@@ -12,9 +13,8 @@ def main(options: argparse.Namespace) -> int:
     """Prints how many programs there are, the seconds they took, and the bytes of the folder. Exit status 0."""
     arguments = engine_options(options)
     checkpoint = open_checkpoint(options.checkpoint, dtype=options.dtype)
-    if arguments["speculation"] and not checkpoint.model.can_draft:
-        raise ValueError(f"{options.checkpoint}: {checkpoint.model.draft_refusal}")
-    engine = Engine(checkpoint.load(), **arguments)
+    _, load_draft = open_drafts(options, checkpoint.model, arguments["speculation"])
+    engine = Engine(checkpoint.load(), draft=load_draft(), **arguments)
     if engine.folder is None:
         raise ValueError("--cache-dir is empty, must be a folder")
     seconds = engine.warm_up(progress=sys.stderr.isatty())

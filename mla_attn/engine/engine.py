@@ -456,7 +456,8 @@ class Engine:
         """Replaces the weights from the next step on, without recompilation.
 
         Tokens that were returned stay valid. Running requests are computed again, prompt and tokens so far, with the
-        new weights, as after a preemption; the prefix cache is cleared.
+        new weights, as after a preemption; the prefix cache is cleared. A ``DraftModel`` keeps its weights: tokens stay
+        those of the new model, but fewer drafts may be accepted.
 
         Args:
             model_or_state: a model like the engine's, or its ``nnx.State``. The arrays are kept, not copied.

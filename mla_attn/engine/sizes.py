@@ -13,8 +13,9 @@ from mla_attn.checks import check_integer, check_number
 from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS
 from mla_attn.memory import free_bytes, tree_bytes
-from mla_attn.models.base import CacheGroup, CausalLM, check_groups, create_pools
-from mla_attn.passes import DraftModel, Drafts, NgramDrafts, Shapes, check_drafts, most_positions
+from mla_attn.models.base import CacheGroup, CausalLM, check_groups, create_pools, stored_as
+from mla_attn.models.sizes import check_model_fits
+from mla_attn.passes import DraftModel, Drafts, NgramDrafts, Shapes, all_groups, check_drafts, most_positions
 from mla_attn.speculative import DraftTree
 from mla_attn.text import gibibytes
 
@@ -119,6 +120,37 @@ def window_pages(
         pages = min(pages, limits.max_batch * math.ceil(limits.max_len / page_size))
         made.append((window, max(sizes.width, pages if most is None else min(pages, most))))
     return tuple(made)
+
+
+def check_engine_fits(
+    model: CausalLM,
+    draft: Drafts,
+    trees: Sequence[DraftTree],
+    *,
+    num_pages: int,
+    page_size: int,
+    max_len: int,
+    max_batch: int,
+    prompt_tokens: int,
+    kv_dtype: str | None = None,
+) -> None:
+    """Raises MemoryError, with figures, if an engine of these sizes does not fit on the default device.
+
+    Args:
+        model, draft: as in ``Engine``; their models may be abstract, so that nothing is loaded before.
+        trees: ``speculation`` of the engine.
+        num_pages, page_size, max_len, max_batch, prompt_tokens, kv_dtype: as in ``Engine``.
+
+    Raises:
+        ValueError: as in ``most_limits`` and ``choose_sizes``.
+    """
+    limits = most_limits(model, draft, trees, max_batch=max_batch, max_waiting=max_batch, prompt_tokens=prompt_tokens)
+    groups = stored_as(all_groups(model, draft), kv_dtype)
+    cache, _ = choose_sizes(groups, limits, num_pages=num_pages, max_len=max_len, page_size=page_size)
+    models = (model, draft.model) if isinstance(draft, DraftModel) else (model,)
+    check_model_fits(
+        *models, num_pages=cache.num_pages, page_size=page_size, windows=dict(cache.windows), kv_dtype=kv_dtype
+    )
 
 
 def most_limits(

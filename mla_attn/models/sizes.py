@@ -1,27 +1,40 @@
 """The check that a model and its cache fit in memory, before they are allocated."""
 
+from collections.abc import Mapping
+
 import jax
 from flax import nnx
 
 from mla_attn.memory import check_fits, tree_bytes
-from mla_attn.models.base import CausalLM, create_pools, stored_as
+from mla_attn.models.base import CacheGroup, CausalLM, create_pools, stored_as
 from mla_attn.text import gibibytes
 
 
-def check_model_fits(model: CausalLM, *, num_pages: int, page_size: int, kv_dtype: str | None = None) -> None:
-    """Raises MemoryError, with figures, if the default device has no room for the weights and the cache of a model.
+def check_model_fits(
+    *models: CausalLM,
+    num_pages: int,
+    page_size: int,
+    windows: Mapping[int, int] | None = None,
+    kv_dtype: str | None = None,
+) -> None:
+    """Raises MemoryError, with figures, if the default device has no room for the weights and caches of models.
 
     Args:
-        model: a model without arrays, as ``Checkpoint.model`` or from ``nnx.eval_shape``.
-        num_pages: pages of the cache.
+        models: models without arrays, as ``Checkpoint.model`` or from ``nnx.eval_shape``: one, and a draft model.
+        num_pages: pages of the cache groups without a window.
         page_size: tokens per page.
+        windows: pages of the groups with each window; None for ``num_pages``.
         kv_dtype: format of the cache rows, as in ``stored_as``.
     """
-    weights = tree_bytes(nnx.state(model))
-    groups = stored_as(model.cache_groups, kv_dtype)
-    page = tree_bytes(jax.eval_shape(lambda: create_pools(groups, num_pages=1, page_size=page_size)))
-    check_fits(
-        f"{num_pages} pages of {page_size} tokens ({gibibytes(num_pages * page)}) and the weights "
-        f"({gibibytes(weights)})",
-        num_pages * page + weights,
-    )
+    weights = sum(tree_bytes(nnx.state(model)) for model in models)
+    cache, pages = 0, {None: num_pages, **(windows or {})}
+    for model in models:
+        for group in stored_as(model.cache_groups, kv_dtype):
+            cache += pages.get(group.window, num_pages) * _page_bytes(group, page_size)
+    counts = [f"{num_pages} pages of {page_size} tokens"] if num_pages else []
+    counts += [f"{count} pages of {page_size} tokens for window {window}" for window, count in (windows or {}).items()]
+    check_fits(f"{', '.join(counts)} ({gibibytes(cache)}) and the weights ({gibibytes(weights)})", cache + weights)
+
+
+def _page_bytes(group: CacheGroup, page_size: int) -> int:
+    return tree_bytes(jax.eval_shape(lambda: create_pools((group,), num_pages=1, page_size=page_size)))

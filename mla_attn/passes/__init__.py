@@ -1,7 +1,7 @@
 """Passes: whole-model programs over padded arrays, one for each mode, compiled ahead of time."""
 
 from mla_attn.passes.drafting import DraftPasses
-from mla_attn.passes.drafts import DraftModel, Drafts, NgramDrafts, all_groups, check_drafts, most_positions
+from mla_attn.passes.drafts import DraftModel, Drafts, NgramDrafts, all_groups, check_drafts, most_positions, open_draft
 from mla_attn.passes.fields import FIELDS, INVALID_TOKEN, KEPT, SAMPLING, Arrays, Field, structs, zeros
 from mla_attn.passes.functions import Functions, Method
 from mla_attn.passes.passes import Pass, Passes, Shapes
@@ -25,6 +25,7 @@ __all__ = [
     "all_groups",
     "check_drafts",
     "most_positions",
+    "open_draft",
     "structs",
     "zeros",
 ]

@@ -1,9 +1,12 @@
 """The drafters: the model's own draft layer, another model, or n-grams of the request's text."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from jax.typing import DTypeLike
 
 from mla_attn.checks import check_integer
+from mla_attn.models import open_checkpoint
 from mla_attn.models.base import CacheGroup, CausalLM
 from mla_attn.speculative import DraftTree
 from mla_attn.text import shown
@@ -66,6 +69,23 @@ def check_drafts(draft: Drafts, model: CausalLM, trees: Sequence[DraftTree]) -> 
             f"speculation of widths {trees[0].widths} must be None: {model.draft_refusal}; or draft must be a "
             "DraftModel or NgramDrafts"
         )
+
+
+def open_draft(draft: str | int | None, *, dtype: DTypeLike | None) -> tuple[Drafts, Callable[[], Drafts]]:
+    """The drafter that a command names, without arrays, and the function that creates it with them.
+
+    Args:
+        draft: a checkpoint's folder, the ``n`` of ``NgramDrafts``, or None for the model's own draft layer.
+        dtype: of the checkpoint, as in ``open_checkpoint``.
+
+    Raises:
+        ValueError: as in ``open_checkpoint``.
+    """
+    if isinstance(draft, str):
+        opened = open_checkpoint(draft, dtype=dtype)
+        return DraftModel(opened.model), lambda: DraftModel(opened.load())
+    made = None if draft is None else NgramDrafts(draft)
+    return made, lambda: made
 
 
 def most_positions(model: CausalLM, draft: Drafts) -> int:

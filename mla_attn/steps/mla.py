@@ -47,6 +47,7 @@ def _absorbed_step(name: str, summary: str):
         *,
         layer: int | Int[Array, ""] = 0,
         tree_mask: Bool[Array, "B S M"] | None = None,
+        sinks: Float[Array, "H"] | None = None,
         q_scale: float | Float[Array, "..."] | None = None,
         query_scaling: QueryScaling | None = None,
         return_lse: bool = False,
@@ -55,7 +56,7 @@ def _absorbed_step(name: str, summary: str):
     ) -> tuple[Float[Array, "T H R"], LatentPool] | tuple[Float[Array, "T H R"], Float[Array, "T H"], LatentPool]:
         pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
         q_latent, q_rope = (scaled(q, metadata, query_scaling) for q in (q_latent, q_rope))
-        out, lse = mla_attention(
+        result = mla_attention(
             q_latent,
             q_rope,
             pool,
@@ -63,12 +64,13 @@ def _absorbed_step(name: str, summary: str):
             spec,
             layer=layer,
             tree_mask=tree_mask,
+            sinks=sinks,
             q_scale=q_scale,
-            return_lse=True,
+            return_lse=return_lse,
             implementation=implementation,
             batch_invariant=batch_invariant,
         )
-        return (out, lse, pool) if return_lse else (out, pool)
+        return (*result, pool) if isinstance(result, tuple) else (result, pool)
 
     step.__name__ = step.__qualname__ = name
     step.__doc__ = f"{summary}\n{_ABSORBED_DOC}"
@@ -87,6 +89,7 @@ _ABSORBED_DOC = """
         layer: layer of the pool, a Python int or an int32 scalar. A traced value out of range cannot raise: nothing is
             written and the output is undefined.
         tree_mask: as in ``mla_attention``, for verifying or drafting trees.
+        sinks: as in ``mla_attention``.
         q_scale: as in ``mla_attention``.
         query_scaling: position-dependent scaling of the queries; must be None for float8 queries.
         return_lse: also return the log-sum-exp of the scores.

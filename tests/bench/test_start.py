@@ -6,12 +6,14 @@ import re
 import jax
 import pytest
 
-from checkpoints import V3
+from checkpoints import QWEN3, V3
 from mla_attn.bench import rungs, start
 from mla_attn.bench.configs import CONFIGS
 from mla_attn.cli import main
 from mla_attn.dispatch import compiling_for
+from mla_attn.engine import Engine, NgramDrafts
 from mla_attn.passes.passes import forget_programs
+from mla_attn.speculative import DraftTree
 from mla_attn.support import H200
 from traffic import small_model
 
@@ -73,11 +75,29 @@ def test_the_table_of_programs():
 
 @pytest.mark.slow
 def test_warm_up(tmp_path, capsys):
+    sizes = ["--max-batch", "1", "--max-len", "64", "--num-pages", "4", "--prompt-tokens", "16"]
     for read in (0, 3):
         forget_programs()
-        sizes = ["--max-batch", "1", "--max-len", "64", "--num-pages", "4", "--prompt-tokens", "16"]
         assert main(["warm-up", str(V3), *sizes, "--cache-dir", str(tmp_path)]) == 0
         printed = capsys.readouterr().out
         assert re.fullmatch(rf"3 programs in .* s, {read} of them lowered before; .* MB in {tmp_path}\n", printed)
     forget_programs()
     assert main(["warm-up", str(V3), *sizes, "--cache-dir", ""]) == 2
+
+
+@pytest.mark.slow
+def test_warm_up_with_drafts_from_the_text(tmp_path, capsys):
+    """An engine with these drafts, of a checkpoint without a draft layer, finds all its programs."""
+    sizes = {"max_batch": 1, "max_len": 64, "num_pages": 4, "prompt_tokens": 16}
+    options = [str(part) for name, size in sizes.items() for part in (f"--{name.replace('_', '-')}", size)]
+    line = ["warm-up", str(QWEN3), *options, "--speculate", "2", "--cache-dir", str(tmp_path)]
+    assert main(line) == 2
+    assert f"{QWEN3}: " in capsys.readouterr().err
+    assert main([*line, "--draft", "ngram:3"]) == 0
+    forget_programs()
+    engine = Engine.from_checkpoint(
+        QWEN3, **sizes, speculation=(DraftTree.chain(2),), draft=NgramDrafts(3), cache_dir=tmp_path
+    )
+    engine.warm_up(progress=False)
+    assert engine.statistics.programs_read == engine.statistics.programs > 0
+    forget_programs()

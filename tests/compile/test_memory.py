@@ -28,7 +28,6 @@ from footprint import (
     prepare,
     sizes_of,
 )
-from mla_attn.cache import LatentPool
 from mla_attn.models import load_checkpoint
 
 DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
@@ -52,7 +51,7 @@ def test_scratch_with_other_page_sizes(page_size):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["write_latent", "move_rows"])
+@pytest.mark.parametrize("name", ["write_latent", "write_kv", "move_rows"])
 def test_scratch_of_writes_is_that_of_their_rows(name, dtype):
     [large] = footprints(name, dataclasses.replace(LARGE, dtype=dtype))
     row_bytes = SPEC.latent_dim * jnp.dtype(dtype).itemsize
@@ -72,11 +71,11 @@ def test_scratch_of_float8_caches(name, row_format):
 @pytest.mark.parametrize("name", NAMES)
 def test_donated_pool_is_gone_and_the_new_one_lies_in_its_place(name, dtype):
     pool, run = prepare(name, dataclasses.replace(SMALL, dtype=dtype))
-    place = pool.data.unsafe_buffer_pointer()
+    places = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(pool)]
     result = run()
-    assert pool.data.is_deleted()
-    new = result if isinstance(result, LatentPool) else result[1]
-    assert new.data.unsafe_buffer_pointer() == place
+    assert all(array.is_deleted() for array in jax.tree.leaves(pool))
+    new = result[1] if isinstance(result, tuple) else result
+    assert [array.unsafe_buffer_pointer() for array in jax.tree.leaves(new)] == places
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import GEMMA2, GPT_OSS
 from helpers import OPTIMIZED
 from mla_attn import metadata as build
-from mla_attn.cache import PageAllocator
+from mla_attn.cache import PageAllocator, PrefixCache
 from mla_attn.engine import DraftModel, Engine, NgramDrafts, SamplingParams, sizes
 from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
 from mla_attn.engine.scheduler import Request, Scheduler
@@ -40,13 +40,20 @@ def _verify(rows: int, page_size: int):
     return jax.jit(call, donate_argnums=1, compiler_options=OPTIMIZED)
 
 
+@pytest.mark.parametrize("reuse", [False, True], ids=["alone", "prefixes"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.slow), 64])
-def test_a_windowed_pool_gives_the_bits_of_a_full_one(page_size, rows):
-    """Through 200 decode and verify calls whose drafts are rejected now and then; what was released holds NaN."""
+def test_a_windowed_pool_gives_the_bits_of_a_full_one(page_size, rows, reuse):
+    """Through 200 decode and verify calls whose drafts are rejected now and then; what was released holds NaN.
+
+    With ``reuse``, requests end and others that begin with their texts take their places, and the pages that both
+    pools have cached of these texts.
+    """
     rng, model = np.random.default_rng(page_size + rows), windowed_model((WINDOW,), invariant=True)
     full_width, width = -(-STEPS * rows // page_size), -(-(WINDOW + rows + page_size - 2) // page_size)
-    allocators = [PageAllocator(REQUESTS * wide, page_size, table_width=wide) for wide in (full_width, width)]
+    allocators = [PageAllocator(2 * REQUESTS * wide, page_size, table_width=wide) for wide in (full_width, width)]
+    prefixes = [PrefixCache(allocators[0]), PrefixCache(allocators[1], window=WINDOW)]
+    texts, reused = rng.integers(13, size=(REQUESTS, (STEPS + 1) * rows)), []
     pools = [
         jax.tree.map(
             lambda x: jnp.full_like(x, jnp.nan), model.create_pools(num_pages=pages.num_pages, page_size=page_size)
@@ -57,14 +64,27 @@ def test_a_windowed_pool_gives_the_bits_of_a_full_one(page_size, rows):
     for pages in allocators:
         for request in ids:
             pages.create(request)
-    for _ in range(STEPS):
-        tokens, got = rng.integers(13, size=REQUESTS * rows).astype(np.int32), []
+    for step in range(STEPS):
+        if reuse and step % 30 == 29:  # texts of more than a page of 64, in the end
+            request = step // 30 % REQUESTS
+            cut = int(lens[request]) - int(rng.integers(3))
+            texts[request, cut:] = rng.integers(13, size=texts.shape[1] - cut)
+            lens[request] = _begin_anew(request, texts[request, :cut], prefixes, allocators)
+            reused.append(lens[request])
+        accepted, got = rng.integers(1, rows, size=REQUESTS, endpoint=True), []
+        tokens = rng.integers(13, size=(REQUESTS, rows))
+        for request in ids:
+            tokens[request, : accepted[request]] = texts[request, lens[request] :][: accepted[request]]
+        tokens = tokens.reshape(-1).astype(np.int32)
         for index, pages in enumerate(allocators):
             before = pages.holders.copy()
             for request in ids:
                 pages.truncate(request, int(lens[request]))
+                if reuse:
+                    _keep(request, texts[request, : lens[request]], prefixes[index])
                 if index:
                     pages.release(request, int(lens[request]) - WINDOW + 1)
+                prefixes[index].evict(-(-rows // page_size) + 1)
                 pages.grow(request, int(lens[request]) + rows)
             if index:
                 held = [(row >= 0).sum() for row in pages.table(ids)]
@@ -76,12 +96,34 @@ def test_a_windowed_pool_gives_the_bits_of_a_full_one(page_size, rows):
             got.append(np.asarray(logits))
         np.testing.assert_array_equal(got[0].view(np.int32), got[1].view(np.int32))
         assert np.isfinite(got[0]).all()
-        lens += rng.integers(1, rows, size=REQUESTS, endpoint=True).astype(np.int32)
+        lens += accepted.astype(np.int32)
     assert most == min(width, full_width)
-    for pages in allocators:
+    assert sum(n > WINDOW for n in reused) >= 2 * reuse
+    for pages, cached in zip(allocators, prefixes, strict=True):
         for request in ids:
             pages.free(request)
+        cached.clear()
         assert pages.num_free == pages.num_pages
+
+
+def _keep(request, text, cached):
+    digests: list[bytes] = []
+    cached.extend_digests(digests, text)
+    cached.keep(request, digests)
+
+
+def _begin_anew(request, text, prefixes, allocators):
+    """Ends a request and begins another with this text; returns how many of its tokens both pools have cached."""
+    digests: list[bytes] = []
+    prefixes[0].extend_digests(digests, text)
+    for pages in allocators:
+        pages.free(request)
+    found = None
+    while found != (found := [len(cached.find(digests)) for cached in prefixes]) or len(set(found)) > 1:
+        digests = digests[: min(found)]
+    lens = {cached.fork(request, digests) for cached in prefixes}
+    assert len(lens) == 1
+    return lens.pop()
 
 
 def _poison(pools, pages, num_pages):
@@ -133,14 +175,19 @@ def test_tokens_are_those_of_an_engine_that_keeps_all(windows):
 
 
 def check_pages(engine):
-    """What windowed tables hold for running requests: what the next row sees, and no more than they may."""
-    scheduler = engine._scheduler
+    """What windowed tables hold for running requests: what the next row sees, and no more than the formula says."""
+    scheduler, limits = engine._scheduler, engine._limits
     for table in scheduler.tables.windowed:
         held = table.pages.holders - table.prefixes.held
-        assert np.count_nonzero(held) <= table.pages.num_pages
+        assert np.count_nonzero(held) <= table.sizes.pages_for(max(len(scheduler.running), 1))
+        page_size = table.pages.page_size
+        rows = 2 * (limits.verify_rows + limits.rows_ahead) + page_size - 1  # with prefixes, and two steps under way
+        steady = -(-(table.window + rows + page_size - 2) // page_size)
+        widest = -(-(table.window + rows + 2 * limits.prompt_rows + page_size - 2) // page_size)
         for request in scheduler.running.values():
             pages = int((table.pages.table([request.id])[0] >= 0).sum())
-            assert pages <= table.sizes.width
+            # Once two later passes were read, the prompt's rows are final.
+            assert pages <= (steady if request.num_decoded_rows > limits.verify_rows else widest)
             offset, final = table.pages.offset(request.id), request.num_final_rows
             assert offset <= max(final - table.window + 1, 0) // table.pages.page_size * table.pages.page_size
     counts = engine.statistics.pages
@@ -210,6 +257,21 @@ def test_sizes_of_windows():
     assert sizes.pages_for(64) == 64 * 4 + 24 and sizes.pages_for(1) == sizes.width
     assert sizes.has_room(280, [10**6] * 64) and not sizes.has_room(279, [10**6] * 64)
     assert sizes.has_room(64, [1] * 64) and sizes.has_room(sizes.width, [10**6])
+
+
+def test_a_model_its_drafter_and_their_windows_must_fit(monkeypatch):
+    """Weights of both, windowed groups with the pages that they will have: to the byte."""
+    drafter = DraftModel(windowed_model((None, 5), seed=1))
+    given = {"num_pages": 500, "page_size": 4, "max_len": 400, "max_batch": 2, "prompt_tokens": 8}
+    engine = Engine(model(), draft=drafter, speculation=(CHAIN4,), cache_dir="", **given)
+    arrays = [engine._passes.state, engine._device[0]]
+    needed = sum(x.nbytes for x in jax.tree.leaves(arrays))
+    assert needed < sizes.tree_bytes(engine._passes.state) + 500 * sizes.page_bytes(engine._groups, 4) * 3 / 4
+    monkeypatch.setattr("mla_attn.memory.free_bytes", lambda: needed)
+    sizes.check_engine_fits(model(), drafter, (CHAIN4,), **given)
+    monkeypatch.setattr("mla_attn.memory.free_bytes", lambda: needed - 1)
+    with pytest.raises(MemoryError, match=r"500 pages of 4 tokens, \d+ pages of 4 tokens for window 5, .* need"):
+        sizes.check_engine_fits(model(), drafter, (CHAIN4,), **given)
 
 
 def test_free_memory_is_split(monkeypatch):

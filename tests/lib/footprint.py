@@ -14,16 +14,18 @@ from jax import lax
 
 from mla_attn import metadata as md
 from mla_attn import steps
-from mla_attn.cache import LatentPool, move_rows, write_latent
+from mla_attn.cache import KVPool, LatentPool, move_rows, write_kv, write_latent
 from mla_attn.cache.formats import format_of
 from mla_attn.ops import mla_attention, plan_mla
 from mla_attn.passes import DraftPasses, Passes, Shapes
-from mla_attn.specs import MLASpec
+from mla_attn.specs import GQASpec, MLASpec
 from mla_attn.speculative import DraftTree
 
 LAYERS, BATCH, ROWS = 3, 4, 4  # ROWS: query tokens of each request in verify, draft-extend, extend and prefill
 NOPE, V_DIM = 128, 128
 SPEC = MLASpec(num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, scale=192**-0.5)
+# Keys and values take as many bytes as a latent row.
+GQA = GQASpec(num_heads=12, num_kv_heads=3, head_dim=96, scale=96**-0.5, window=200)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,13 @@ def _expanded(mode: str, sizes: Sizes) -> tuple:
     return m, *fresh, latent, rope, *(jnp.ones(shape, sizes.dtype) for shape in shapes)
 
 
+def _grouped(mode: str, sizes: Sizes) -> tuple:
+    """Metadata, queries, keys and values of a step of grouped-query attention."""
+    m = _metadata(mode, sizes)
+    heads = GQA.num_heads, GQA.num_kv_heads, GQA.num_kv_heads
+    return m, *(jnp.ones((m.slots.shape[0], n, GQA.head_dim), sizes.dtype) for n in heads)
+
+
 def _tree(sizes: Sizes) -> tuple:
     """A step's arguments with the mask of a draft tree, here a chain."""
     return *_absorbed("target_verify", sizes), jnp.tri(ROWS, dtype=bool)[None].repeat(BATCH, axis=0)
@@ -123,6 +132,14 @@ def _step(mode: str, **options):
     )
 
 
+def _gqa_step(mode: str):
+    return lambda pool, layer, m, *arrays: (
+        getattr(steps, f"gqa_{mode}"),
+        (*arrays, pool, m),
+        {"spec": GQA, "layer": layer, "sinks": jnp.zeros(GQA.num_heads)},
+    )
+
+
 def _tree_step(pool, layer, m, *arrays):
     *arrays, tree_mask = arrays
     return steps.target_verify, (*arrays, pool, m), {"spec": SPEC, "layer": layer, "tree_mask": tree_mask}
@@ -135,6 +152,10 @@ def _jitted(function: Callable):
 
 def _write(pool, layer, m, q_latent, q_rope, latent, rope):
     return write_latent(pool, latent, rope, m.slots, layer=layer)
+
+
+def _write_kv(pool, layer, m, q, k, v):
+    return write_kv(pool, k, v, m.slots, layer=layer)
 
 
 def _move(pool, layer, src, dst):
@@ -170,11 +191,18 @@ PROGRAMS: dict[str, tuple[Callable, Callable[[Sizes], tuple]]] = {
     "tree_verify": (_tree_step, _tree),
     "prefill": (_step("prefill"), functools.partial(_expanded, "prefill")),
     "extend": (_step("extend", chunk_size=256), functools.partial(_expanded, "extend")),
+    **{
+        f"gqa_{mode}": (_gqa_step(mode), functools.partial(_grouped, mode))
+        for mode in ("decode", "target_verify", "prefill")
+    },
+    "write_kv": (_jitted(_write_kv), functools.partial(_grouped, "target_verify")),
     "write_latent": (_jitted(_write), functools.partial(_absorbed, "target_verify")),
     "move_rows": (_jitted(_move), _moves),
     "scan_layers": (_jitted(_scan_layers), functools.partial(_absorbed, "decode")),
     "loop_layers": (_jitted(_loop_layers), functools.partial(_absorbed, "target_verify")),
 }
+
+GQA_PROGRAMS = ("gqa_decode", "gqa_target_verify", "gqa_prefill", "write_kv")
 
 # Programs of the CPU alone: batch invariance in plain JAX is not promised elsewhere.
 CPU_PROGRAMS = PROGRAMS | {
@@ -232,14 +260,12 @@ _ALL = CPU_PROGRAMS | HOPPER_PROGRAMS | MISTAKES
 
 
 def _arguments(name: str, sizes: Sizes) -> tuple:
-    pool = LatentPool.create(
-        num_layers=LAYERS,
-        num_pages=sizes.num_pages,
-        page_size=sizes.page_size,
-        spec=SPEC,
-        dtype=sizes.pool_dtype,
-        row_format=sizes.row_format or "plain",
-    )
+    facts = {"num_layers": LAYERS, "num_pages": sizes.num_pages, "page_size": sizes.page_size}
+    facts["dtype"] = sizes.pool_dtype
+    if name in GQA_PROGRAMS:
+        pool = KVPool.create(**facts, spec=GQA)
+    else:
+        pool = LatentPool.create(**facts, spec=SPEC, row_format=sizes.row_format or "plain")
     return pool, jnp.int32(1), *_ALL[name][1](sizes)
 
 

@@ -22,7 +22,7 @@ from mla_attn.metadata import (
     for_mixed,
     for_target_verify,
 )
-from mla_attn.ops import merge_states, mla_attention, ragged_attention
+from mla_attn.ops import gqa_attention, merge_states, mla_attention, ragged_attention
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.specs import MLASpec
 from mla_attn.speculative import (
@@ -75,6 +75,24 @@ def test_mla_attention_over_heads(implementation, check_vma, max_lanes, monkeypa
 
     arrays = batch.q_latent, batch.q_rope, batch.pool, batch.metadata
     run = sharded(attend, (HEADS, HEADS, P(), P()), (HEADS, HEADS), check_vma)
+    assert_near(run(*arrays), attend(*arrays))
+
+
+@both
+@every_check
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_gqa_attention_over_heads(implementation, check_vma, layout):
+    """Every device has a pool of its KV heads, and their query heads."""
+    sizes = {"kv_lens": [9, 0, 30], "q_lens": [2, 1, 3], "heads": 8, "kv_heads": 2}
+    batch = helpers.kv_batch(0, **sizes, pool_layout=layout, window=12)
+
+    def attend(q, sinks, pool, metadata):
+        spec = dataclasses.replace(batch.spec, num_heads=q.shape[1], num_kv_heads=pool.num_kv_heads)
+        return gqa_attention(q, pool, metadata, spec, sinks=sinks, implementation=implementation)
+
+    arrays = batch.q, random(0, 8), batch.pool, batch.metadata
+    pages = P(None, "heads") if layout == "hnd" else P(None, None, "heads")
+    run = sharded(attend, (HEADS, P("heads"), pages, P()), HEADS, check_vma)
     assert_near(run(*arrays), attend(*arrays))
 
 

@@ -333,6 +333,20 @@ def test_soft_cap_and_window(world):
     world.check(out, metadata, 0, none, absorbed=False, soft_cap=0.7, window=3)
 
 
+def test_sinks(world):
+    """They take their share once: of each row the share that its keys' sum has of both sums."""
+    prefix_lens, sinks = (3, 5, 27), jnp.asarray([0.5, -jnp.inf, 2.0])
+    metadata = make_metadata(world, "target_verify", prefix_lens, (4, 4, 4))
+    args = world.absorbed(metadata, 0, prefix_lens)
+    plain, lse, _ = steps.target_verify(*args, world.pool(prefix_lens), metadata, SPEC, return_lse=True)
+    out, _ = steps.target_verify(*args, world.pool(prefix_lens), metadata, SPEC, sinks=sinks)
+    share = 1 / (1 + np.exp(np.asarray(sinks) - np.asarray(lse)))
+    assert share[:, 1].min() == 1 and share[:, 2].max() < 0.9
+    np.testing.assert_allclose(out, np.asarray(plain) * share[:, :, None], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="sinks with return_lse=True"):
+        steps.decode(*args, world.pool(prefix_lens), metadata, SPEC, sinks=sinks, return_lse=True)
+
+
 def test_rows_past_the_limit(world):
     """Drafts past the last page write nothing and give zeros; the rows before them are right."""
     prefix_lens = (30, 29, 2)

@@ -22,7 +22,8 @@ from mla_attn.bench.serve.engines import SimulatedEngine
 from mla_attn.bench.serve.replay import Replay, rehearse, replay, watch
 from mla_attn.bench.serve.trace import Load, Request, make_trace
 from mla_attn.engine import Engine, SamplingParams
-from mla_attn.models import CausalLM, check_model_fits, open_checkpoint, random_model
+from mla_attn.engine.sizes import check_engine_fits
+from mla_attn.models import CausalLM, open_checkpoint, random_model
 from mla_attn.speculative import DraftTree
 
 _USUAL = 4  # most tokens of a request as a multiple of the mean: at a spread of 0.5, 0.1 % of the lengths are longer
@@ -48,7 +49,9 @@ def main(options: argparse.Namespace) -> int:
     drafts = any(case.params.speculation for case in cases)
     model, load = open_model(options.checkpoint, options.dtype, drafts=drafts)
     max_len, num_pages = _sizes(options, cases, model.max_position_embeddings)
-    check_model_fits(model, num_pages=num_pages, page_size=options.page_size)
+    sizes = {"max_len": max_len, "num_pages": num_pages, "page_size": options.page_size}
+    sizes |= {"max_batch": max(options.max_batch), "prompt_tokens": options.step_prompt_tokens}
+    check_engine_fits(model, None, _trees(cases), **sizes)
     if drafts and options.acceptance is None:
         say(
             "note: prompts are random token ids, so drafts are seldom accepted and cost more than they save; "
@@ -56,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
         )
     traces = [make_trace(case.load, vocab_size=model.vocab_size, max_len=max_len) for case in cases]
     say(f"{options.checkpoint}: loading")
-    engine = _engine(options, cases, load(), max_len=max_len, num_pages=num_pages)
+    engine = _engine(options, cases, load(), **sizes)
     say(f"{options.checkpoint}: compiling and warming up")
     engine.warm_up(progress=sys.stderr.isatty())
     results = []
@@ -107,26 +110,23 @@ def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay
     return replayed, device
 
 
-def _engine(
-    options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, *, max_len: int, num_pages: int
-) -> Engine:
+def _engine(options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, **sizes: int) -> Engine:
     """Builds one engine for all cases."""
     batches = sorted({case.max_batch for case in cases})
-    trees = dict.fromkeys(case.params.speculation for case in cases if case.params.speculation)
     simulated = any(case.acceptance is not None for case in cases)
     return (SimulatedEngine if simulated else Engine)(
         model,
-        max_batch=batches[-1],
+        **sizes,
         batches=batches if len(batches) > 1 else None,
-        num_pages=num_pages,
-        page_size=options.page_size,
-        max_len=max_len,
-        speculation=tuple(trees),
-        prompt_tokens=options.step_prompt_tokens,
+        speculation=_trees(cases),
         max_waiting=max(max(case.load.requests, 2 * case.max_batch) for case in cases),
         implementation=options.implementation,
         cache_dir=options.cache_dir,
     )
+
+
+def _trees(cases: Sequence[Case]) -> tuple[DraftTree, ...]:
+    return tuple(dict.fromkeys(case.params.speculation for case in cases if case.params.speculation))
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
