@@ -11,6 +11,7 @@ from flax import nnx
 
 from mla_attn import metadata as build
 from mla_attn.models import load_checkpoint
+from mla_attn.specs import MLASpec
 
 torch = pytest.importorskip("torch", reason="an extra")
 transformers = pytest.importorskip("transformers", reason="an extra")
@@ -31,8 +32,13 @@ DIFFERENT = {
 }
 
 
+GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
+
+
 def draw(family, rng):
     """Settings of a small model of a family."""
+    if family in GROUPED:
+        return draw_grouped(family, rng)
     heads, groups = rng.choice([1, 2, 4]), rng.choice([1, 2, 4])
     experts = groups * rng.choice([2, 4])
     kept = rng.randint(1, groups)
@@ -76,9 +82,62 @@ def draw(family, rng):
     return settings | {"num_mtp_layers": rng.randint(0, 1)}
 
 
+def draw_grouped(family, rng):
+    """The same of one with grouped-query attention; windows are shorter than the text."""
+    kv_heads, head_dim, layers = rng.choice([1, 2]), rng.choice([8, 16]), rng.randint(2, 4)
+    settings = {
+        "vocab_size": rng.choice([50, 97]),
+        "hidden_size": rng.choice([48, 96]),  # Llama wants multiples of the heads
+        "intermediate_size": rng.choice([24, 40]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads * rng.choice([1, 3]),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": family == "gemma2" or rng.random() < 0.3,
+        "rms_norm_eps": rng.choice([1e-6, 1e-2]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([100.0, 10000.0])},
+    }
+    scaling = {"llama": "llama3", "qwen3": "yarn", "gpt_oss": "yarn"}.get(family)
+    if scaling and rng.random() < 0.7:
+        settings["rope_parameters"] |= {"rope_type": scaling, "factor": 8.0, "original_max_position_embeddings": 16}
+        settings["rope_parameters"] |= {
+            "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, **({"truncate": False} if family == "gpt_oss" else {})},
+        }[scaling]
+    window = rng.choice([5, 16])
+    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    if family in ("llama", "qwen3"):
+        settings["attention_bias"] = rng.random() < 0.5
+    if family == "mistral":
+        settings["sliding_window"] = rng.choice([None, window])
+    if family in ("qwen2", "qwen3") and rng.random() < 0.6:
+        settings |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": rng.randint(0, layers)}
+    if family in ("gemma2", "gpt_oss"):
+        settings |= {"sliding_window": window, "layer_types": kinds}
+    if family == "gemma2":
+        settings |= {"query_pre_attn_scalar": rng.choice([8, 20]), "attn_logit_softcapping": rng.choice([5.0, 50.0])}
+        settings |= {"final_logit_softcapping": rng.choice([10.0, 30.0])}
+    if family == "gpt_oss":
+        settings |= {"num_local_experts": rng.choice([2, 4]), "num_experts_per_tok": rng.choice([1, 2])}
+    return settings
+
+
+CONFIGS = {
+    "v2": "DeepseekV2Config",
+    "v3": "DeepseekV3Config",
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "gemma2": "Gemma2Config",
+    "gpt_oss": "GptOssConfig",
+}
+
+
 def write(folder, family, settings, seed):
     """A random model of theirs, saved as they save it, and its logits of random tokens."""
-    config_class = {"v2": transformers.DeepseekV2Config, "v3": transformers.DeepseekV3Config}[family]
+    config_class = getattr(transformers, CONFIGS[family])
     torch.manual_seed(seed)
     config = config_class(**settings, initializer_range=0.25, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
@@ -88,7 +147,7 @@ def write(folder, family, settings, seed):
                 tensor.normal_(1.0, 0.2)
             elif "bias" in name:
                 tensor.normal_(0.0, 0.1)
-            elif "inv_freq" not in name:
+            elif "inv_freq" not in name and "embed_scale" not in name:
                 tensor.normal_(0.0, 0.2)
         tokens = torch.randint(0, config.vocab_size, (LENGTH,))
         logits = model(tokens[None]).logits[0].numpy()
@@ -97,25 +156,28 @@ def write(folder, family, settings, seed):
 
 
 def error(folder, tokens, want):
-    """Of logits: of all tokens as a prompt, and of the later ones in the absorbed form, after a cached prefix."""
+    """Of logits: of all tokens as a prompt, and of the later ones after a cached prefix, in the absorbed form if there
+    are two forms."""
     model = load_checkpoint(folder, dtype=jnp.float32)
-    (name,) = (group.name for group in model.cache_groups)
+    names = [group.name for group in model.cache_groups]
+    absorbed = "absorbed" if isinstance(model.cache_groups[0].spec, MLASpec) else None
     table, worst = jnp.array([[3, 0, 2]], jnp.int32), 0.0
-    for begin, mode, form in ((0, "prefill", None), (LENGTH // 2, "extend", "absorbed")):
+    for begin, mode, form in ((0, "prefill", None), (LENGTH // 2, "extend", absorbed)):
         pools = model.create_pools(num_pages=4, page_size=PAGE)
         for first, last in ((0, begin), (begin, LENGTH)):
             if first < last:
                 rows, seen = jnp.array([last - first], jnp.int32), jnp.array([last], jnp.int32)
                 metadata = build.for_extend(table, seen, rows, max_q_len=last - first, page_size=PAGE)
                 part, which = jnp.asarray(tokens[first:last]), (mode, form) if first == begin else ("prefill", None)
-                hidden, pools = _call(model, part, pools, {name: metadata}, *which)
+                hidden, pools = _call(model, part, pools, dict.fromkeys(names, metadata), *which)
         worst = max(worst, np.abs(np.asarray(hidden) - want[begin:]).max())
     return worst
 
 
 @functools.partial(nnx.jit, static_argnums=(4, 5))
 def _call(model, tokens, pools, metadata, mode, form):
-    hidden, pools = model(tokens, pools, metadata, mode=mode, form=form)
+    options = {} if form is None else {"form": form}
+    hidden, pools = model(tokens, pools, metadata, mode=mode, **options)
     return model.logits(hidden), pools
 
 
@@ -123,6 +185,14 @@ def _call(model, tokens, pools, metadata, mode, form):
 def test_a_random_model_agrees(tmp_path, seed):
     family = "v2" if seed % 2 else "v3"
     tokens, want = write(tmp_path, family, draw(family, random.Random(seed)), seed)
+    assert np.ptp(want) > 1
+    assert error(tmp_path, tokens, want) < TOLERANCE * np.abs(want).max()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", GROUPED)
+def test_a_random_model_of_grouped_queries_agrees(tmp_path, family, seed):
+    tokens, want = write(tmp_path, family, draw(family, random.Random(f"{family} {seed}")), seed)
     assert np.ptp(want) > 1
     assert error(tmp_path, tokens, want) < TOLERANCE * np.abs(want).max()
 

@@ -8,6 +8,7 @@ import math
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def _serve(engine: Engine, case: Case, trace: Sequence[Request]) -> tuple[Replay
     return replayed, device
 
 
-def _engine(options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, **sizes: int) -> Engine:
+def _engine(options: argparse.Namespace, cases: Sequence[Case], model: CausalLM, **sizes: Any) -> Engine:
     """Builds one engine for all cases."""
     batches = sorted({case.max_batch for case in cases})
     simulated = any(case.acceptance is not None for case in cases)
