@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _COMPILERS = 8  # most programs compiled in parallel, but not more than processors
+_FIRST = 2  # programs that have the processors for themselves: a first prompt pass, and the pass after it
 # On a CPU one at a time: XLA uses all processors for it, and jaxlib 0.11.2 has crashed when a program was stored in
 # JAX's compilation cache while another thread compiled.
 _on_cpu = threading.Lock()
@@ -91,6 +92,11 @@ class Buckets:
         """Name and sizes of a rung, for progress and warnings."""
         sizes = dict.fromkeys(n for shape in self._shapes[index] for n in shape)
         return f"{self.name} {'x'.join(map(str, sizes))}"
+
+    @property
+    def cold(self) -> bool:
+        """Whether a running warm-up has not compiled the first program yet, so that every call would wait."""
+        return not self._programs and bool(self._promised)
 
     def awaits(self, index: int) -> bool:
         """Whether a rung is not compiled yet, but a running warm-up will compile it."""
@@ -211,8 +217,9 @@ def warm_up(
 ) -> float:
     """Compiles every rung of ``buckets``, several at a time, with a progress bar; returns the seconds it took.
 
-    Other threads may run programs at the same time. Ctrl-C is raised at once. XLA cannot be interrupted, so programs
-    that it is compiling then are finished in its threads and kept; Python waits for them when it exits.
+    The first two are compiled alone, because requests wait for them; the others are lowered meanwhile, and compiled
+    later. Other threads may run programs at the same time. Ctrl-C is raised at once. XLA cannot be interrupted, so
+    programs that it is compiling then are finished in its threads and kept; Python waits for them when it exits.
 
     Args:
         buckets: buckets in the order of use.
@@ -224,23 +231,26 @@ def warm_up(
     work = in_order(buckets)
     for b, index in work:
         b._promised.add(index)
-    compilers = ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else min(_COMPILERS, os.cpu_count() or 1))
+    programs: list[Future] = []
+    count = 1 if jax.default_backend() == "cpu" else min(_COMPILERS, os.cpu_count() or 1)
+    first = ThreadPoolExecutor(min(_FIRST, count))
+    rest = ThreadPoolExecutor(count, initializer=lambda: wait(programs[:_FIRST]))
     with tqdm(total=len(work), desc="compiling", disable=not progress, leave=False) as bar:
         try:
-            programs = []
             for b, index in work:
                 if not wanted():
                     break
                 bar.set_postfix_str(b.label(index))
                 if index not in b._programs:  # a call may have compiled it first
-                    programs.append(b.begin(index, state, pool, compilers))
+                    programs.append(b.begin(index, state, pool, first if len(programs) < _FIRST else rest))
                     programs[-1].add_done_callback(lambda _: bar.update())
                 else:
                     bar.update()
             for program in programs:
                 program.result()
         finally:
-            compilers.shutdown(wait=False, cancel_futures=True)
+            for compilers in (first, rest):
+                compilers.shutdown(wait=False, cancel_futures=True)
             for b, index in work:
                 b._promised.discard(index)
     return time.perf_counter() - begin

@@ -197,6 +197,34 @@ def test_an_interrupt_does_not_wait_for_what_is_compiling(monkeypatch):
     assert buckets.pending == []
 
 
+def test_the_first_two_programs_are_compiled_alone(monkeypatch):
+    """The others are lowered meanwhile, and begin once both are there."""
+    echo, begun, go_on, compile_one = (
+        make_buckets([(n, 1) for n in range(1, 6)]),
+        [],
+        threading.Event(),
+        Buckets._compile,
+    )
+
+    def held(buckets, index, lowered):
+        begun.append(index)
+        assert go_on.wait(60)
+        return compile_one(buckets, index, lowered)
+
+    monkeypatch.setattr(Buckets, "_compile", held)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # where several are compiled at a time
+    thread = threading.Thread(target=warm_up, args=([echo], *state_and_pool()), kwargs={"progress": False})
+    thread.start()
+    while len(echo._making) < 5 or len(begun) < 2:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    assert sorted(begun) == [0, 4]
+    go_on.set()
+    thread.join()
+    assert echo.pending == [] and sorted(begun) == [0, 1, 2, 3, 4]
+
+
 def test_warm_up_tells_of_a_program_that_does_not_compile(monkeypatch):
     def compile(self, index, lowered):
         if index == 1:

@@ -242,7 +242,7 @@ class Engine:
         drafting = [bucket for passes in self._drafting.values() for bucket in passes.all]
         extend = [] if self._limits.whole_prompts else [self._passes.extend]
         decode = [] if self._limits.all_drafted else [self._passes.decode]
-        return [self._passes.prefill, *decode, *drafting, *extend]
+        return [self._passes.prefill, *drafting, *decode, *extend]
 
     # Requests.
 

@@ -24,8 +24,15 @@ def launch(engine: "Engine") -> None:
         if engine._limits.prompts_first:
             return
     for kind in (None, *engine.speculation):
+        if engine._unread and any(bucket.cold for bucket in _next_passes(engine, kind)):
+            continue  # what is computed already is not held up by programs that are still compiled
         if ready := engine._scheduler.next_tokens(kind, lambda: read_all(engine)):
             launch_tokens(engine, kind, ready)
+
+
+def _next_passes(engine: "Engine", kind: DraftTree | None) -> Sequence[Buckets]:
+    """The passes over the next tokens of requests of a kind."""
+    return [engine._passes.decode] if kind is None else engine._drafting[kind].each_step
 
 
 def launch_prompts(engine: "Engine", parts: list[tuple[Request, slice]]) -> None:

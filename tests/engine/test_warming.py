@@ -67,6 +67,35 @@ def test_requests_are_served_while_programs_compile(held, kind, caplog):
     assert not [record for record in caplog.records if "compiled by a call" in record.getMessage()]
 
 
+@pytest.mark.parametrize("kind", [None, pytest.param(CHAIN, marks=pytest.mark.slow)])
+def test_the_first_token_waits_for_no_more_than_its_prompt(monkeypatch, kind):
+    """While the programs of the next tokens are still compiled."""
+    go_on, compile_one = threading.Event(), Buckets._compile
+
+    def prompts_only(self, index, lowered):
+        assert "prefill" in self.name or go_on.wait(120)
+        return compile_one(self, index, lowered)
+
+    monkeypatch.setattr(Buckets, "_compile", prompts_only)
+    monkeypatch.setattr(buckets, "_on_cpu", contextlib.nullcontext())
+    engine = make(speculation=() if kind is None else (kind,), batches=(2,))
+    engine.warm_up(progress=False, background=True)
+    prompt, params = [3, 1, 4, 1, 5], SamplingParams(max_new_tokens=4, speculation=kind, ignore_eos=True)
+    engine.add_request(prompt, params)
+    late = threading.Timer(60, go_on.set)  # a failure must not wait forever
+    late.start()
+    outputs = engine.run()
+    tokens = list(next(outputs).tokens)
+    assert not go_on.is_set() and len(tokens) == 1
+    late.cancel()
+    go_on.set()
+    for output in outputs:
+        tokens += output.tokens
+    check_tokens(small_model(), prompt, tokens, params)
+    assert len(tokens) == 4
+    engine.warm_up(progress=False)
+
+
 def test_a_warm_up_ends_with_its_engine(held):
     engine = make()
     engine.warm_up(progress=False, background=True)
