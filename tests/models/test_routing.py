@@ -12,7 +12,7 @@ from flax import nnx
 from checkpoints import V2, V3
 from mla_attn.dispatch import compiling_for
 from mla_attn.models import DeepseekConfig
-from mla_attn.models.moe import MoE, Router
+from mla_attn.models.moe import MoE, Router, sorted_pairs
 from mla_attn.support import H200
 
 TOKENS, DIM, EXPERTS = 200, 24, 12
@@ -162,3 +162,14 @@ def test_experts_on_an_h200(dtype, kernel):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @grouped_matmul") == (3 if kernel else 0)
     assert ("custom_call @mosaic_gpu" in text) == kernel
+
+
+@pytest.mark.parametrize("pairs, experts", [(0, 4), (1, 1), (384, 64), (2048, 256), (2049, 256)])
+def test_pairs_sorted_by_expert(pairs, experts):
+    """Stably, whether they are few, which are compared with each other, or many, which are sorted."""
+    chosen = np.random.default_rng(pairs).integers(0, experts, pairs).astype(np.int32)
+    order, places = jax.jit(sorted_pairs)(chosen)
+    np.testing.assert_array_equal(order, np.argsort(chosen, kind="stable"))
+    np.testing.assert_array_equal(places, np.argsort(order))
+    assert order.dtype == places.dtype == jnp.int32
+    assert ("sort(" in jax.jit(sorted_pairs).lower(chosen).compile().as_text()) == (pairs > 2048)
