@@ -34,7 +34,7 @@ from mla_attn.ops import gqa, gqa_attention, mla, mla_attention
 DRAWS = 25
 POISONS = (np.nan, np.inf, -np.inf, 3e38)
 # Weights rounded to bfloat16, as every implementation rounds them for the product with the values, cost a row more than
-# the tolerance of its cosine where few channels nearly cancel: bfloat16 is held to it at the widths of real models.
+# the tolerances where values of few channels cancel: bfloat16 is held to them at the widths of real models.
 LATENTS = {"float32": ((32, 16), (64, 0), (256, 64), (512, 64)), "bfloat16": ((256, 64), (512, 64), (512, 0))}
 LATENTS["float16"] = LATENTS["bfloat16"]
 DIMS = {"float32": ((16, 16), (64, 32), (128, 128)), "bfloat16": ((64, 64), (128, 128))}  # of keys and values

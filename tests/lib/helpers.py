@@ -18,6 +18,7 @@ from mla_attn.specs import GQASpec, MLASpec
 # Compiler options of tests that promise bits, compiled as users' programs are; conftest.py has others compiled quickly.
 FUSED = {"xla_backend_extra_options": ""}
 OPTIMIZED = FUSED | {"xla_backend_optimization_level": 3}
+WIDE = 256  # channels of a row whose cosine has a tolerance of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,11 +346,15 @@ def assert_attention_close(out, lse, ref_out, ref_lse, *, visible_v_max, dtype, 
     ======================  ========================================  ====================================
     largest ``|error|``     ``2**-8 * (visible |v| max + |out| max)`` ``1e-5 * (...)``
     relative L2 error       ``4e-3``                                  the same, times ``1e-5 / 2**-8``
-    ``1 - cosine``          ``5e-6``                                  the same, times ``(1e-5 / 2**-8) ** 2``
+    ``1 - cosine``          ``5e-6``, of ``WIDE`` channels or more    the same, times ``(1e-5 / 2**-8) ** 2``
     ``|error|`` of the lse  ``1e-5 + 1e-5 * |lse|``                   ``1e-5 + 1e-6 * |lse|``
     ======================  ========================================  ====================================
 
-    L2 and cosine scale as they do because a relative error e moves the first by e, the second by ``e**2 / 2``. A kernel
+    L2 and cosine scale as they do because a relative error e moves the first by e, the second by ``e**2 / 2``. So the
+    bound of L2 holds the cosine to ``8e-6``, and rows of 16 bits with fewer than ``WIDE`` channels are held to that
+    alone: the weights' roundings, of up to 2**-8 each, are relative to the values that they weigh, and in few channels
+    the sum of these is now and then so much smaller that exact products and sums exceed ``5e-6`` (of rows of random
+    values 4e-4 with 64 channels, 2.5e-5 with 128; ``test_oracle.py`` shows some). A kernel
     has the left tolerance of the lse in float32 as well. Rows that see no key must be exactly 0 and
     -inf, in ``out`` and ``lse`` alike, and no others.
 
@@ -379,7 +384,8 @@ def assert_attention_close(out, lse, ref_out, ref_lse, *, visible_v_max, dtype, 
     _require(np.linalg.norm(error, axis=-1), 4e-3 * ratio * size, "L2 error of out")
     product = np.linalg.norm(got, axis=-1) * size
     cosine = np.divide((got * ref_out).sum(axis=-1), product, out=np.ones_like(size), where=product > 0)
-    _require(1 - cosine, 5e-6 * ratio**2, "1 - cosine of out")
+    if name == "float32" or got.shape[-1] >= WIDE:
+        _require(1 - cosine, 5e-6 * ratio**2, "1 - cosine of out")
 
     if lse is None:
         return

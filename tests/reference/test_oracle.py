@@ -175,7 +175,8 @@ def test_poisoned_batch_poisons_keys_no_row_sees():
 
 def nudged(dtype, factor, *, what):
     """A result that errs in one row and head by ``factor`` times what is allowed."""
-    out, lse, v_max = helpers.poisoned_batch(1, kv_lens=[5, 0], q_lens=[2, 1]).expected()
+    wide = {"kv_lora_rank": helpers.WIDE}
+    out, lse, v_max = helpers.poisoned_batch(1, kv_lens=[5, 0], q_lens=[2, 1], **wide).expected()
     got, got_lse = out.copy(), lse.astype(np.float32)
     unit = {"bfloat16": 2**-8, "float32": 1e-5}[dtype]
     if what == "largest":
@@ -185,7 +186,9 @@ def nudged(dtype, factor, *, what):
     elif what == "L2":
         got[1, 0] *= 1 + factor * 4e-3 * unit * 2**8
     elif what == "cosine":
-        side = np.linalg.svd(out[1, 0][None])[2][1]  # a unit vector across the output
+        side = np.random.default_rng(0).standard_normal(out.shape[-1])
+        side -= side @ out[1, 0] / (out[1, 0] @ out[1, 0]) * out[1, 0]  # across the output, in all channels
+        side /= np.linalg.norm(side)
         got[1, 0] += side * np.linalg.norm(out[1, 0]) * np.tan(np.arccos(1 - factor * 5e-6 * (unit * 2**8) ** 2))
     elif what == "lse":
         slope = {"bfloat16": 1e-5, "float32": 1e-6}[dtype]
@@ -203,6 +206,22 @@ def test_tolerances_are_exact(dtype, what):
             continue
         with pytest.raises(AssertionError, match=f"{what}.* at row 1, head 0"):
             helpers.assert_attention_close(got, got_lse, out, lse, visible_v_max=v_max, dtype=dtype)
+
+
+@pytest.mark.parametrize(("channels", "rows"), [(64, 8000), (helpers.WIDE, 2000)])
+def test_exact_products_keep_the_tolerances(channels, rows):
+    """Of weights and results rounded to bfloat16, and nothing else: of narrow rows not the cosine of wide ones."""
+    rng = np.random.default_rng(0)
+    scores, values = (rng.standard_normal((rows, 40, n), np.float32) for n in (1, channels))
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))[..., 0]
+    rounded = lambda x: x.astype(jnp.bfloat16).astype(np.float32)  # noqa: E731
+    total = weights.sum(axis=1, dtype=np.float64)[:, None]
+    want = np.einsum("tn,tnc->tc", weights, values, dtype=np.float64) / total
+    got = rounded(np.einsum("tn,tnc->tc", rounded(weights), values, dtype=np.float64) / total)
+    arrays = got[:, None], np.zeros((rows, 1), np.float32), want[:, None], np.zeros((rows, 1))
+    helpers.assert_attention_close(*arrays, visible_v_max=np.abs(values).max((1, 2))[:, None], dtype=jnp.bfloat16)
+    cosine = (got * want).sum(axis=1) / np.linalg.norm(got, axis=1) / np.linalg.norm(want, axis=1)
+    assert (1 - cosine > 5e-6).any() == (channels < helpers.WIDE)
 
 
 @pytest.mark.parametrize(
