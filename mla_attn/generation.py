@@ -14,7 +14,7 @@ from mla_attn.engine.names import with_hints
 from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.engine.requests import check_length, check_prompt
 from mla_attn.engine.sizes import draft_limits, window_pages
-from mla_attn.models.base import CausalLM
+from mla_attn.models.base import CausalLM, stored_as
 from mla_attn.passes import Drafts, all_groups, check_drafts, most_positions
 from mla_attn.speculative import DraftTree
 
@@ -76,6 +76,7 @@ def generate(
     implementation: str | None = None,
     kv_dtype: DTypeLike | None = None,
     kv_scale: Any = None,
+    draft_kv_dtype: DTypeLike | None = None,
     on_tokens: OnTokens | None = None,
     progress: bool = False,
 ) -> Generation:
@@ -94,7 +95,7 @@ def generate(
         stop_token_ids: ids that end a request, in addition to the model's ``eos_token_ids``.
         ignore_eos: whether to continue after one of the model's ``eos_token_ids``.
         implementation: attention implementation; None for the default choice.
-        kv_dtype, kv_scale: format and scales of the cache rows, as in ``Engine``.
+        kv_dtype, kv_scale, draft_kv_dtype: formats and scales of the cache rows, as in ``Engine``.
         on_tokens: function called with a prompt's index and its next tokens whenever there are some.
         progress: whether to show a progress bar while compiling.
 
@@ -123,8 +124,8 @@ def generate(
         check_drafts(draft, model, [] if tree is None else [tree])
     for i, prompt in enumerate(prompts):
         check_length(f"prompts[{i}]", len(prompt), max_new_tokens, max_position_embeddings=positions)
-    stored = {"kv_dtype": kv_dtype, "kv_scale": kv_scale}
-    engine = _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation, **stored)
+    groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale, draft_kv_dtype)
+    engine = _engine(model, groups, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation)
     engine.warm_up(progress=progress)
     tokens: dict[int, list[int]] = {engine.add_request(prompt, params): [] for prompt in prompts}
     indices = {name: index for index, name in enumerate(tokens)}
@@ -156,7 +157,7 @@ def generate(
     return Generation(list(tokens.values()), statistics)
 
 
-def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation, **stored) -> Engine:
+def _engine(model, groups, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation) -> Engine:
     """An engine that computes all prompts in parallel, chunk by chunk, then all new tokens, with pages for all."""
     longest, trees = max(map(len, prompts)), () if tree is None else (tree,)
     drafting = draft_limits(draft, trees)
@@ -179,7 +180,7 @@ def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chun
         overlap=False,
         **drafting,
     )
-    groups, facts = all_groups(model, draft), {"page_size": page_size, "prefix_cache": False}
+    facts = {"page_size": page_size, "prefix_cache": False}
     full = any(group.window is None for group in groups)
     num_pages = sum(-(-length // page_size) for length in lengths) if full else 0
     return Engine.of(
@@ -191,5 +192,5 @@ def _engine(model, prompts, max_new_tokens, tree, draft, page_size, prefill_chun
         batches=(batch,),
         prompt_rows=ladder(rows, smallest=8)[-1:],
         implementation=implementation,
-        **stored,
+        groups=groups,
     )

@@ -277,6 +277,22 @@ def test_few_slots_and_pages(generate_json):
     assert result["stats"]["target_steps"] == 3 * (NEW - 1)
 
 
+def test_calibrated_scales(call, generate_json, prompts_file, tmp_path):
+    """With them a float8 cache gives the same text; with others, of the same programs, another."""
+    file = tmp_path / "scales.json"
+    options = ("--prompts-file", prompts_file, "--dtype", "float32", "--prefill-chunk", 16, "--output", file)
+    status, out, err = call("calibrate", V3, *options)
+    assert status == 0
+    assert re.fullmatch(r"full: scale of 4 layers, 0\.\d+ to 0\.\d+\n", out)
+    assert err == f"3 prompts, 53 tokens; scales are in {file}\n"
+    scales = json.loads(file.read_text())
+    assert len(set(scales["full"]["scale"])) == 4
+    stored = ("--kv-dtype", "float8_e4m3fn", "--kv-scales", file)
+    assert generate_json(*stored)["requests"][1]["tokens"] == GREEDY[:NEW]
+    file.write_text(json.dumps({"full": {"scale": [scale / 100 for scale in scales["full"]["scale"]]}}))
+    assert generate_json(*stored)["requests"][1]["tokens"] != GREEDY[:NEW]
+
+
 def test_options_reach_the_engine(call, monkeypatch):
     calls = []
 
@@ -302,6 +318,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "cache_dir": None,
         "kv_dtype": None,
         "kv_scale": None,
+        "draft_kv_dtype": None,
     }
     other = "--max-new-tokens 5 --speculate 2 --page-size 16 --prefill-chunk 7 --max-batch 3 --implementation xla"
     call("generate", V3, "--prompt-ids", "1, 2", "--dtype", "float32", *other.split())
@@ -321,6 +338,7 @@ def test_options_reach_the_engine(call, monkeypatch):
         "cache_dir": None,
         "kv_dtype": None,
         "kv_scale": None,
+        "draft_kv_dtype": None,
     }
 
 
@@ -369,6 +387,22 @@ def test_options_reach_the_engine(call, monkeypatch):
         (["generate", V3, "--prompt", "x", "--draft", "ngram:3"], "--draft needs --speculate or --tree"),
         (["generate", V3, "--prompt", "x", "--kv-scales", "f"], "--kv-scales needs --kv-dtype with float8"),
         (["generate", V3, "--prompt", "x", "--kv-dtype", "fp8"], "--kv-dtype: invalid choice: 'fp8'"),
+        (["generate", V3, "--prompt", "x", "--draft-kv-dtype", "bfloat16"], "--draft-kv-dtype needs --speculate or"),
+        (
+            ["generate", V3, "--prompt", "x", "--speculate", "1", "--draft", "ngram:2", "--draft-kv-dtype", "bfloat16"],
+            "--draft-kv-dtype needs --speculate or --tree, with drafts of a model",
+        ),
+        (["calibrate", V3, "--output", os.devnull], "the following arguments are required: --prompts-file"),
+        (["calibrate", V3, "--prompts-file", "/no/such/file", "--output", os.devnull], "/no/such/file"),
+        (
+            ["calibrate", V3, "--prompts-file", os.devnull, "--output", "/no/such/file"],
+            "--output '/no/such/file' must be a file that can be written: No such file or directory",
+        ),
+        (["calibrate", V3, "--prompts-file", os.devnull, "--output", os.devnull], "holds no prompt, must hold one"),
+        (
+            ["calibrate", V3, "--prompts-file", "f", "--output", os.devnull, "--prefill-chunk", "0"],
+            "--prefill-chunk 0 must be an integer from 1",
+        ),
         (
             ["generate", V3, "--prompt", "x", "--speculate", "2", "--draft", "ngram:0"],
             "--draft 'ngram:0' must be a folder, or ngram:N with N from 1 to 64",

@@ -62,10 +62,13 @@ VALUES = (
 RIGHT = {"CHECKPOINT": str(V3), "WHAT": "kernels", "model": "v2-lite", "REPORT": "report.json", "PICTURE": "a.png"}
 
 
+MUST = {("generate",): ["--prompt", "x"], ("calibrate",): ["--prompts-file", "f", "--output", "scales.json"]}
+
+
 def least(path, actions):
     """A right command line, of what must be there alone."""
     there = [RIGHT[action.metavar or action.dest] for action in actions if not action.option_strings]
-    return [*path, *there, *(["--prompt", "x"] if path == ("generate",) else [])]
+    return [*path, *there, *MUST.get(path, [])]
 
 
 @st.composite
@@ -228,7 +231,7 @@ def test_without_a_command_the_help_is_printed(line, lists, nothing_imported, ca
     assert cli.main(line) == 2
     out, err = capsys.readouterr()
     assert (out, f"\n    {lists} " in err) == ("", True)
-    assert err.endswith((f"{lists}, warm-up, demo, bench, supports\n", f"{lists}, host, start, rungs\n"))
+    assert err.endswith((f"{lists}, calibrate, warm-up, demo, bench, supports\n", f"{lists}, host, start, rungs\n"))
 
 
 def test_names_that_are_written_out_are_those_there_are():

@@ -45,12 +45,17 @@ def check_files(options: argparse.Namespace, *, picture: str = "--plot") -> None
             )
         find_matplotlib()
     for option, path in (("--json", options.json), (picture, options.plot)):
-        try:
-            if path not in (None, "-"):
-                open(path, "a", encoding="utf-8").close()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ValueError(f"{option} {shown(path)} must be a file that can be written: {reason}") from None
+        if path not in (None, "-"):
+            check_file(option, path)
+
+
+def check_file(option: str, path: str) -> None:
+    """Raises ValueError unless the file that an option names can be written."""
+    try:
+        open(path, "a", encoding="utf-8").close()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{option} {shown(path)} must be a file that can be written: {reason}") from None
 
 
 def save(report: dict, path: str | None) -> None:

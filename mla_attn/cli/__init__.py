@@ -1,4 +1,4 @@
-"""The command line: ``mla-attn generate | demo | bench | supports``.
+"""The command line: ``mla-attn generate | calibrate | warm-up | demo | bench | supports``.
 
 This module imports nothing slow, so that wrong arguments are reported at once. ``arguments`` defines the options of
 every command, ``options`` their types and ranges, ``process`` sets up signals and streams. A command is the ``main`` of

@@ -42,6 +42,7 @@ def make_parser() -> Parser:
     commands = parser.add_commands("COMMAND")
 
     _generate(commands.add_parser("generate", help="generate text from a checkpoint"))
+    _calibrate(commands.add_parser("calibrate", help="measure the scales of a float8 cache on prompts"))
     _warm_up(commands.add_parser("warm-up", help="compile an engine's programs and keep them for other processes"))
     demo = commands.add_parser("demo", help="generate plain, with an MTP layer also speculatively, and compare")
     demo.add(
@@ -109,7 +110,12 @@ def _generate(parser: Parser) -> None:
     parser.add_argument(
         "--kv-scales",
         metavar="FILE",
-        help="JSON with the scales of a float8 cache, as the engine's kv_scale (default: the checkpoint's, or 1)",
+        help="JSON with the scales of a float8 cache, as `calibrate` writes it (default: the checkpoint's, or 1)",
+    )
+    parser.add_argument(
+        "--draft-kv-dtype",
+        choices=KV_DTYPES,
+        help="format of the cache of the MTP layer or of the --draft model (default: --kv-dtype)",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)
@@ -143,6 +149,27 @@ def _cache_dir(parser: Parser) -> None:
         metavar="DIR",
         help='folder that keeps programs, "" for none (default: MLA_ATTN_CACHE_DIR, or the user\'s cache folder)',
     )
+
+
+def _calibrate(parser: Parser) -> None:
+    parser.description = (
+        "Run prompts through a checkpoint, and write the scales that a float8 cache needs for them: for each layer the "
+        "largest number of its cache rows, divided by 448. `generate --kv-scales FILE` reads the file."
+    )
+    add = parser.add
+    add("checkpoint", FOLDER, metavar="CHECKPOINT", help="folder with config.json and safetensors")
+    parser.add_argument("--prompts-file", required=True, metavar="F", help="prompts, as of `generate`; - is stdin")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write, JSON")
+    rows = integer(1, _MOST_TOKENS)
+    add("--prefill-chunk", rows, default=512, metavar="C", help="most prompt tokens per pass (default 512)")
+    add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per cache page (default 64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model (default bfloat16)")
+    _implementation(parser)
+    _runs(parser, "mla_attn.cli.calibrate", _check_calibrate)
+
+
+def _check_calibrate(options: argparse.Namespace) -> None:
+    output.check_file("--output", options.output)
 
 
 def _warm_up(parser: Parser) -> None:
@@ -179,7 +206,12 @@ def _check_drafts(options: argparse.Namespace) -> None:
 
 def _check_generate(options: argparse.Namespace) -> None:
     _check_drafts(options)
-    if options.kv_scales is not None and not (options.kv_dtype or "").startswith("float8"):
+    if options.draft_kv_dtype is not None and (
+        isinstance(options.draft, int) or not (options.tree or options.speculate)
+    ):
+        raise ValueError("--draft-kv-dtype needs --speculate or --tree, with drafts of a model")
+    formats = options.kv_dtype, options.draft_kv_dtype
+    if options.kv_scales is not None and not any((name or "").startswith("float8") for name in formats):
         raise ValueError("--kv-scales needs --kv-dtype with float8")
 
 

@@ -22,7 +22,7 @@ from mla_attn.text import shown
 
 def main(options: argparse.Namespace) -> int:
     """Prints generated texts to stdout and their prompts to stderr, or JSON. Exit status 0."""
-    tokenizer = _tokenizer(options)
+    tokenizer = open_tokenizer(options.checkpoint)
     prompts = read_prompts(options, tokenizer)
     if isinstance(tokenizer, IdTokenizer):
         print(f"mla-attn: warning: no text, token ids alone: {tokenizer.reason}", file=sys.stderr)
@@ -90,6 +90,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         "max_len": max(lengths),
         "prompt_tokens": min(options.prefill_chunk or 2048, sum(map(len, prompts))),
         "kv_dtype": options.kv_dtype,
+        "draft_kv_dtype": options.draft_kv_dtype,
     }
     check_engine_fits(model, draft, trees, **sizes)
     parameters = [
@@ -127,6 +128,11 @@ def _check_prompts(options: argparse.Namespace, prompts: list[list[int]], model)
             f"the longest prompt has {longest} tokens and --max-new-tokens is {options.max_new_tokens}: together they "
             f"must be at most max_position_embeddings={positions}"
         )
+    check_ids(prompts, model)
+
+
+def check_ids(prompts: list[list[int]], model) -> None:
+    """Raises ValueError for an empty prompt, or a token outside the vocabulary."""
     for prompt in prompts:
         if not prompt:
             raise ValueError("a prompt is empty, must have at least one token")
@@ -134,10 +140,10 @@ def _check_prompts(options: argparse.Namespace, prompts: list[list[int]], model)
             raise ValueError(f"a prompt holds token {max(prompt)}, must be 0 to {model.vocab_size - 1}")
 
 
-def _tokenizer(options: argparse.Namespace):
+def open_tokenizer(checkpoint: str):
     """The checkpoint's tokenizer; if there is no usable one, a tokenizer for ids, which refuses prompts as text."""
     try:
-        return load_tokenizer(options.checkpoint)
+        return load_tokenizer(checkpoint)
     except (ValueError, ImportError) as error:
         return IdTokenizer(error)
 
@@ -150,7 +156,11 @@ def read_prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
         if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", options.prompt_ids):
             raise ValueError(f"--prompt-ids {shown(options.prompt_ids)} must be comma-separated token ids, as 1,2,3")
         return [_ids("--prompt-ids", options.prompt_ids)]
-    name = options.prompts_file
+    return read_prompts_file(options.prompts_file, tokenizer)
+
+
+def read_prompts_file(name: str, tokenizer) -> list[list[int]]:
+    """Token ids of the prompts in a file, one a line; "-" is standard input."""
     try:
         # ``closefd=False`` leaves stdin open.
         with open(0 if name == "-" else name, encoding="utf-8-sig", closefd=name != "-") as file:

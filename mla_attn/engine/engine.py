@@ -31,7 +31,7 @@ from mla_attn.engine.sizes import batch_ladder, choose_sizes, most_limits, pass_
 from mla_attn.engine.state import create_device, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
-from mla_attn.models.base import CausalLM, stored_as
+from mla_attn.models.base import CacheGroup, CausalLM, stored_as
 from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from mla_attn.passes import DraftModel, DraftPasses, Drafts, Passes, all_groups, most_positions
 from mla_attn.programs import open_folder
@@ -87,6 +87,8 @@ class Engine:
             float8_e4m3fn:blocks for latent rows; None for the model's dtype.
         kv_scale: scales of float8 numbers: a number, or a dict that has for each cache group, by name, a dict with
             "scale" (latent rows) or "k_scale" and "v_scale". None for those of the checkpoint, or 1 if it has none.
+        draft_kv_dtype: format of the rows of a draft model, or of the model's draft layer, which is then a cache group
+            of its own, "mtp"; None for ``kv_dtype``.
 
     Raises:
         ValueError: ``model`` is not a model, a size is not an integer or below 1, ``max_len`` exceeds the model's
@@ -119,21 +121,21 @@ class Engine:
         cache_dir: str | os.PathLike | None = None,
         kv_dtype: DTypeLike | None = None,
         kv_scale: Any = None,
+        draft_kv_dtype: DTypeLike | None = None,
     ):
         check_model(model)
         limits = most_limits(
             model, draft, speculation, max_batch=max_batch, max_waiting=max_waiting, prompt_tokens=prompt_tokens
         )
         pages = {"num_pages": num_pages, "page_size": page_size, "prefix_cache": prefix_cache}
-        groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale)
+        groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale, draft_kv_dtype)
         cache, limits = choose_sizes(groups, limits, **pages, max_len=max_len, memory_fraction=memory_fraction)
         batches = () if batches is None else batches
         check_integers("batches", batches)
         if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
             raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
         batches, rows = tuple(sorted(batches)) or batch_ladder(max_batch), row_ladder(prompt_tokens)
-        stored = {"kv_dtype": kv_dtype, "kv_scale": kv_scale}
-        self._build(model, limits, cache, speculation, batches, rows, implementation, draft, cache_dir, **stored)
+        self._build(model, limits, cache, speculation, batches, rows, implementation, draft, cache_dir, groups)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -175,12 +177,11 @@ class Engine:
         implementation: str | None,
         draft: Drafts = None,
         cache_dir: str | os.PathLike | None = None,
-        kv_dtype: DTypeLike | None = None,
-        kv_scale: Any = None,
+        groups: tuple[CacheGroup, ...] | None = None,
     ) -> None:
         if limits.max_len > (positions := most_positions(model, draft)):
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
-        self._groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale)
+        self._groups = groups or all_groups(model, draft)
         for group in self._groups:
             group.check_supported(page_size=cache.page_size, implementation=implementation)
         self.tokenizer: Tokenizer | None = None
@@ -193,7 +194,7 @@ class Engine:
         other = draft.model if isinstance(draft, DraftModel) else None
         self.folder = open_folder(cache_dir)
         options = {"implementation": implementation, "wrap": on_states, "folder": self.folder}
-        self._passes = self.passes_class(model, shapes, draft=other, **options)
+        self._passes = self.passes_class(model, shapes, draft=other, groups=self._groups, **options)
         self._drafting = {tree: DraftPasses(self._passes, model, tree, draft) for tree in self.speculation}
         self._draft_steps = {
             tree: inputs.draft_steps(tree) if passes.draft_decode else [] for tree, passes in self._drafting.items()

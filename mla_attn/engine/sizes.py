@@ -133,24 +133,24 @@ def check_engine_fits(
     max_batch: int,
     prompt_tokens: int,
     kv_dtype: str | None = None,
+    draft_kv_dtype: str | None = None,
 ) -> None:
     """Raises MemoryError, with figures, if an engine of these sizes does not fit on the default device.
 
     Args:
         model, draft: as in ``Engine``; their models may be abstract, so that nothing is loaded before.
         trees: ``speculation`` of the engine.
-        num_pages, page_size, max_len, max_batch, prompt_tokens, kv_dtype: as in ``Engine``.
+        num_pages, page_size, max_len, max_batch, prompt_tokens, kv_dtype, draft_kv_dtype: as in ``Engine``.
 
     Raises:
         ValueError: as in ``most_limits`` and ``choose_sizes``.
     """
     limits = most_limits(model, draft, trees, max_batch=max_batch, max_waiting=max_batch, prompt_tokens=prompt_tokens)
-    groups = stored_as(all_groups(model, draft), kv_dtype)
+    groups = stored_as(all_groups(model, draft), kv_dtype, None, draft_kv_dtype)
     cache, _ = choose_sizes(groups, limits, num_pages=num_pages, max_len=max_len, page_size=page_size)
     models = (model, draft.model) if isinstance(draft, DraftModel) else (model,)
-    check_model_fits(
-        *models, num_pages=cache.num_pages, page_size=page_size, windows=dict(cache.windows), kv_dtype=kv_dtype
-    )
+    sizes = {"num_pages": cache.num_pages, "page_size": page_size, "windows": dict(cache.windows)}
+    check_model_fits(*models, **sizes, groups=groups)
 
 
 def most_limits(

@@ -1,6 +1,7 @@
 """Language models built on the ops of this library."""
 
 from mla_attn.models.base import CacheGroup, CausalLM
+from mla_attn.models.calibration import measure_scales
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.decoder import DecoderForCausalLM
 from mla_attn.models.decoder_config import DecoderConfig
@@ -21,6 +22,7 @@ __all__ = [
     "DeepseekForCausalLM",
     "check_model_fits",
     "load_checkpoint",
+    "measure_scales",
     "open_checkpoint",
     "random_model",
 ]

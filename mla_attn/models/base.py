@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import KVPool, LatentPool
-from mla_attn.cache.formats import FORMATS
+from mla_attn.cache.formats import FORMATS, RowFormat
 from mla_attn.checks import check_dtype as check_any_dtype
 from mla_attn.dispatch import Order, choose
 from mla_attn.metadata import AttentionMetadata
@@ -31,6 +31,7 @@ Pools = dict[str, Pool]
 Metadata = Mapping[str, AttentionMetadata]
 MODES = ("prefill", "extend", "decode", "target_verify", "draft_extend", "draft_decode")
 PROMPT_MODES = ("prefill", "extend")
+DRAFT_LAYER = "mtp"  # name of the cache group of a draft layer whose rows have a format of their own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class CacheGroup:
         dtype: dtype of the stored numbers.
         sinks: whether their softmax has sinks.
         row_format: row format of latent rows, as in ``LatentPool.create``.
+        draft_layers: number of layers, the last ones, that only draft: the draft layer, or all of a draft model.
         scales: scales of a float8 cache, by argument of the pool's ``create``, a sequence for those of each layer;
             other caches ignore them.
     """
@@ -54,6 +56,7 @@ class CacheGroup:
     dtype: np.dtype
     sinks: bool = False
     row_format: str = "plain"
+    draft_layers: int = 0
     scales: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -98,39 +101,101 @@ def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, 
     return {group.name: group.create_pool(num_pages=sizes[group.name], page_size=page_size) for group in groups}
 
 
-def stored_as(groups: Iterable[CacheGroup], kv_dtype: Any, kv_scale: Any = None) -> tuple[CacheGroup, ...]:
+def stored_as(
+    groups: Iterable[CacheGroup], kv_dtype: Any, kv_scale: Any = None, draft_kv_dtype: Any = None
+) -> tuple[CacheGroup, ...]:
     """The groups with another format of their cache rows, and other scales.
 
+    If the draft layers of a group have another format than its other layers, they become a group of their own,
+    ``DRAFT_LAYER``, at its end.
+
     Args:
-        groups: the groups of a model, in its dtype.
+        groups: the groups of a model, in its dtype, and those of a draft model.
         kv_dtype: name of a format, as ``float8_e4m3fn`` or ``float8_e4m3fn:blocks``, or a dtype; None for the model's.
-        kv_scale: scales of float8 numbers: a number, or for each group, by name, a dict with "scale" (latent rows) or
-            "k_scale" and "v_scale". None for those of the checkpoint, and 1 without such. Other caches ignore them.
+        kv_scale: scales of float8 numbers: a number, or for each of ``groups`` with such numbers, by name, a dict with
+            "scale" (latent rows) or "k_scale" and "v_scale". None for those of the checkpoint, and 1 without such.
+            Other caches ignore them.
+        draft_kv_dtype: as ``kv_dtype``, for layers that only draft; None for ``kv_dtype``.
 
     Raises:
-        ValueError: an unknown format, one that does not fit a group, or scales that a pool would refuse.
+        ValueError: an unknown format, one that does not fit a group, a ``draft_kv_dtype`` without layers that draft, or
+            scales that a pool would refuse.
     """
-    groups = tuple(groups)
-    if kv_dtype is not None:
-        name = kv_dtype if isinstance(kv_dtype, str) else check_any_dtype("kv_dtype", kv_dtype).name
-        if name not in FORMATS:
-            raise ValueError(f"kv_dtype={shown(name)} must be one of {', '.join(FORMATS)}")
-        for group in groups:
-            if FORMATS[name].latent_only and not isinstance(group.spec, MLASpec):
-                raise ValueError(f"kv_dtype={name} is of latent rows, but {group.name!r} holds keys and values")
-        facts = {"dtype": FORMATS[name].dtype, "row_format": "blocks" if FORMATS[name].latent_only else "plain"}
-        groups = tuple(dataclasses.replace(group, **facts) for group in groups)
-    if kv_scale is None:
-        return groups
-    if isinstance(kv_scale, Mapping):
-        check_groups("kv_scale", kv_scale, groups)
-    given = [kv_scale[group.name] if isinstance(kv_scale, Mapping) else kv_scale for group in groups]
-    scaled = tuple(
-        dataclasses.replace(group, scales=_scales(group, each)) for group, each in zip(groups, given, strict=True)
+    groups, own = tuple(groups), ("kv_dtype", _format_of("kv_dtype", kv_dtype))
+    drafts = own if draft_kv_dtype is None else ("draft_kv_dtype", _format_of("draft_kv_dtype", draft_kv_dtype))
+    if draft_kv_dtype is not None and not any(group.draft_layers for group in groups):
+        raise ValueError(
+            f"draft_kv_dtype={shown(draft_kv_dtype)} must be None: there is no draft layer, and no draft model"
+        )
+    if kv_scale is not None:
+        groups = _with_scales(groups, kv_scale, own[1], drafts[1])
+    return tuple(part for group in groups for part in _parts(group, own, drafts))
+
+
+def _format_of(name: str, value: Any) -> RowFormat | None:
+    if value is None:
+        return None
+    given = value if isinstance(value, str) else check_any_dtype(name, value).name
+    if given not in FORMATS:
+        raise ValueError(f"{name}={shown(given)} must be one of {', '.join(FORMATS)}")
+    return FORMATS[given]
+
+
+def _with_scales(
+    groups: tuple[CacheGroup, ...], kv_scale: Any, own: RowFormat | None, drafts: RowFormat | None
+) -> tuple[CacheGroup, ...]:
+    """The groups with these scales; a mapping may leave out those that are not stored in a scaled format."""
+    if not isinstance(kv_scale, Mapping):
+        return tuple(dataclasses.replace(group, scales=_scales(group, kv_scale)) for group in groups)
+
+    def is_scaled(group: CacheGroup) -> bool:
+        formats = [own] * (group.draft_layers < group.num_layers) + [drafts] * (group.draft_layers > 0)
+        return any(format is not None and format.scaled for format in formats)
+
+    wanted = [group for group in groups if group.name in kv_scale or is_scaled(group)]
+    check_groups("kv_scale", kv_scale, wanted or groups)
+    return tuple(
+        dataclasses.replace(group, scales=_scales(group, kv_scale[group.name])) if group.name in kv_scale else group
+        for group in groups
     )
-    for group in scaled:
-        jax.eval_shape(lambda group=group: group.create_pool(num_pages=1, page_size=1))
-    return scaled
+
+
+def _parts(
+    group: CacheGroup, own: tuple[str, RowFormat | None], drafts: tuple[str, RowFormat | None]
+) -> tuple[CacheGroup, ...]:
+    """The group in the formats of its layers: one group, or two if its draft layers have another format."""
+    kept = group.num_layers - group.draft_layers
+    if not group.draft_layers:
+        return (_in_format(group, *own),)
+    drafting = _in_format(group, *drafts)
+    if not kept:
+        return (drafting,)
+    target = _in_format(group, *own)
+    if (target.dtype, target.row_format) == (drafting.dtype, drafting.row_format):
+        return (target,)
+    first, last = (
+        {name: _of_layers(x, at) for name, x in group.scales.items()} for at in (slice(kept), slice(kept, None))
+    )
+    return (
+        dataclasses.replace(target, num_layers=kept, draft_layers=0, scales=first),
+        dataclasses.replace(drafting, name=DRAFT_LAYER, num_layers=group.draft_layers, scales=last),
+    )
+
+
+def _in_format(group: CacheGroup, name: str, format: RowFormat | None) -> CacheGroup:
+    """The group in a format, the argument called ``name``; None for its own."""
+    if format is not None:
+        if format.latent_only and not isinstance(group.spec, MLASpec):
+            raise ValueError(f"{name}={format.name} is of latent rows, but {group.name!r} holds keys and values")
+        row_format = "blocks" if format.latent_only else "plain"
+        group = dataclasses.replace(group, dtype=format.dtype, row_format=row_format)
+    jax.eval_shape(lambda: group.create_pool(num_pages=1, page_size=1))  # raises what a pool would
+    return group
+
+
+def _of_layers(scale: Any, layers: slice) -> Any:
+    """The scales of some of the layers; a scale without an axis of layers is that of all."""
+    return scale if np.ndim(scale) == 0 else scale[layers]
 
 
 def _scales(group: CacheGroup, given: Any) -> dict[str, Any]:

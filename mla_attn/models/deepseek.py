@@ -8,7 +8,7 @@ router and rope are computed in float32.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,7 @@ from mla_attn.cache import LatentPool
 from mla_attn.dispatch import Order
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.models.base import (
+    DRAFT_LAYER,
     PROMPT_MODES,
     CacheGroup,
     Metadata,
@@ -38,7 +39,7 @@ from mla_attn.models.rope import rotate, rotation
 from mla_attn.ops import plan_mla
 from mla_attn.specs import MLASpec
 
-GROUP = "full"  # the one cache group
+GROUP = "full"  # the one cache group, unless the draft layer has its own
 Form = Literal["expanded", "absorbed"]  # attention over per-head keys and values, or over the latent itself
 
 
@@ -65,7 +66,8 @@ class Step:
 
 class DeepseekForCausalLM(nnx.Module):
     """A decoder with its output head and, where the checkpoint has one, the draft (MTP) layer. It is a ``CausalLM``
-    with one cache group, "full": the decoder layers, then the draft layer.
+    with one cache group, "full": the decoder layers, then the draft layer. If the pools have one more, "mtp", the draft
+    layer is that pool's one layer instead.
 
     Args:
         config: what the checkpoint is.
@@ -131,7 +133,7 @@ class DeepseekForCausalLM(nnx.Module):
         layers = self.config.num_hidden_layers + self.can_draft
         scales = {} if self.cache_scales is None else {"scale": tuple(k for k, _ in self.cache_scales)}
         facts = {"spec": self.attention_spec, "dtype": self.dtype, "scales": scales}
-        return (CacheGroup(name=GROUP, num_layers=layers, **facts),)
+        return (CacheGroup(name=GROUP, num_layers=layers, draft_layers=int(self.can_draft), **facts),)
 
     def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
         """Creates an all-zero pool under "full"; raises ValueError as ``LatentPool.create`` does."""
@@ -169,13 +171,14 @@ class DeepseekForCausalLM(nnx.Module):
             ValueError: an unknown mode or form, or a combination that is not allowed; pools or metadata without the
                 name of the cache group.
         """
-        pool, m = self._group(pools, metadata)
+        self._check_groups(pools, metadata)
+        pool, m = pools[GROUP], metadata[GROUP]
         x = self.embed_tokens(tokens)
         step, m = self._step(pool, m, x.dtype, mode, form, tree_mask, implementation)
         cos_sin = _rotation(self.config, m)
         for layer, block in enumerate(self.layers):
             x, pool = block(x, cos_sin, pool, m, step, layer=layer)
-        return self.norm(x), {GROUP: pool}
+        return self.norm(x), {**pools, GROUP: pool}
 
     def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of hidden states that ``__call__`` returned."""
@@ -200,7 +203,8 @@ class DeepseekForCausalLM(nnx.Module):
         Args:
             hidden: hidden states from ``__call__`` for position t or, in later draft steps, from ``draft``.
             next_tokens: the token at position t + 1.
-            pools: the same pools; the draft layer's rows are layer ``num_hidden_layers`` of "full".
+            pools: the same pools; the draft layer's rows are layer ``num_hidden_layers`` of "full", or layer 0 of
+                "mtp" if there is such a pool.
             metadata: metadata of rows at positions t.
             mode, form, tree_mask, implementation: as in ``__call__``.
 
@@ -211,22 +215,26 @@ class DeepseekForCausalLM(nnx.Module):
             ValueError: as in ``__call__``, or the model has no draft layer.
         """
         self._require_mtp()
-        pool, m = self._group(pools, metadata)
+        self._check_groups(pools, metadata)
+        name, layer = (DRAFT_LAYER, 0) if DRAFT_LAYER in pools else (GROUP, self.config.num_hidden_layers)
+        pool, m = pools[name], metadata[name]
         step, m = self._step(pool, m, hidden.dtype, mode, form, tree_mask, implementation)
         cos_sin = _rotation(self.config, m)
-        hidden, pool = self.mtp(hidden, next_tokens, cos_sin, pool, m, step, layer=self.config.num_hidden_layers)
-        return hidden, {GROUP: pool}
+        hidden, pool = self.mtp(hidden, next_tokens, cos_sin, pool, m, step, layer=layer)
+        return hidden, {**pools, name: pool}
 
     def draft_logits(self, draft_hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of hidden states that ``draft`` returned."""
         self._require_mtp()
         return self.mtp.head.float32(draft_hidden)
 
-    def _group(self, pools: Pools, metadata: Metadata) -> tuple[Any, AttentionMetadata]:
-        """The pool and the metadata of the one cache group."""
+    def _check_groups(self, pools: Pools, metadata: Metadata) -> None:
+        """Raises ValueError unless both have the cache group, and that of the draft layer if the pools have it."""
+        groups = self.cache_groups
+        if self.can_draft and isinstance(pools, Mapping) and DRAFT_LAYER in pools:
+            groups = (*groups, dataclasses.replace(groups[0], name=DRAFT_LAYER))
         for name, value in (("pools", pools), ("metadata", metadata)):
-            check_groups(name, value, self.cache_groups)
-        return pools[GROUP], metadata[GROUP]
+            check_groups(name, value, groups)
 
     def _step(
         self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation

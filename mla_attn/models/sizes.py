@@ -1,12 +1,12 @@
 """The check that a model and its cache fit in memory, before they are allocated."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 from flax import nnx
 
 from mla_attn.memory import check_fits, tree_bytes
-from mla_attn.models.base import CacheGroup, CausalLM, create_pools, stored_as
+from mla_attn.models.base import CacheGroup, CausalLM, create_pools
 from mla_attn.text import gibibytes
 
 
@@ -15,7 +15,7 @@ def check_model_fits(
     num_pages: int,
     page_size: int,
     windows: Mapping[int, int] | None = None,
-    kv_dtype: str | None = None,
+    groups: Iterable[CacheGroup] | None = None,
 ) -> None:
     """Raises MemoryError, with figures, if the default device has no room for the weights and caches of models.
 
@@ -24,13 +24,12 @@ def check_model_fits(
         num_pages: pages of the cache groups without a window.
         page_size: tokens per page.
         windows: pages of the groups with each window; None for ``num_pages``.
-        kv_dtype: format of the cache rows, as in ``stored_as``.
+        groups: cache groups of all models, as ``stored_as`` returns them; None for those that the models have.
     """
     weights = sum(tree_bytes(nnx.state(model)) for model in models)
-    cache, pages = 0, {None: num_pages, **(windows or {})}
-    for model in models:
-        for group in stored_as(model.cache_groups, kv_dtype):
-            cache += pages.get(group.window, num_pages) * _page_bytes(group, page_size)
+    pages = {None: num_pages, **(windows or {})}
+    groups = [group for model in models for group in model.cache_groups] if groups is None else groups
+    cache = sum(pages.get(group.window, num_pages) * _page_bytes(group, page_size) for group in groups)
     counts = [f"{num_pages} pages of {page_size} tokens"] if num_pages else []
     counts += [f"{count} pages of {page_size} tokens for window {window}" for window, count in (windows or {}).items()]
     check_fits(f"{', '.join(counts)} ({gibibytes(cache)}) and the weights ({gibibytes(weights)})", cache + weights)

@@ -99,4 +99,10 @@ def all_groups(model: CausalLM, draft: Drafts) -> tuple[CacheGroup, ...]:
     own = model.cache_groups
     if not isinstance(draft, DraftModel):
         return own
-    return (*own, *(dataclasses.replace(group, name=DRAFT + group.name) for group in draft.model.cache_groups))
+    return (
+        *own,
+        *(
+            dataclasses.replace(group, name=DRAFT + group.name, draft_layers=group.num_layers)
+            for group in draft.model.cache_groups
+        ),
+    )

@@ -7,7 +7,7 @@ cache groups and a dict of fields (``mla_attn.passes.fields``); metadata is buil
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from flax import nnx
 
 from mla_attn.buckets import Buckets
 from mla_attn.dispatch import Order
-from mla_attn.models.base import CausalLM
+from mla_attn.models.base import CacheGroup, CausalLM
 from mla_attn.passes.drafts import DRAFT
 from mla_attn.passes.fields import FIELDS, SAMPLING, Arrays, structs
 from mla_attn.passes.functions import Functions, Method
@@ -87,6 +87,7 @@ class Passes:
         model: the model; its arrays become ``state``, an argument of every pass.
         shapes: shapes to compile for.
         draft: a draft model, whose arrays follow those of the model in ``state``; None if there is none.
+        groups: all cache groups, as ``stored_as`` returns them; None for those that the models have.
         implementation: implementation of the attention ops; None for the environment variable's value at this time,
             else the default choice.
         wrap: function that is applied to every pass before it is compiled.
@@ -102,6 +103,7 @@ class Passes:
         shapes: Shapes,
         *,
         draft: CausalLM | None = None,
+        groups: Iterable[CacheGroup] | None = None,
         implementation: Order = None,
         wrap: Callable[[Pass], Pass] = as_it_is,
         folder: Folder | None = None,
@@ -109,11 +111,13 @@ class Passes:
         self.shapes, self.dtype, self._wrap, self._folder = shapes, model.dtype, wrap, folder
         facts = {"page_size": shapes.page_size, "max_len": shapes.max_len, "tables": shapes.tables}
         facts |= {"implementation": implementation}
-        self.functions, self.state = self.functions_class.of(model, first=0, prefix="", **facts)
+        own = [group for group in groups or model.cache_groups if not group.name.startswith(DRAFT)]
+        self.functions, self.state = self.functions_class.of(model, groups=own, first=0, prefix="", **facts)
         self.draft_functions = None
         if draft is not None:
             first = len(self.state)
-            self.draft_functions, arrays = self.functions_class.of(draft, first=first, prefix=DRAFT, **facts)
+            facts |= {"groups": draft.cache_groups, "first": first, "prefix": DRAFT}
+            self.draft_functions, arrays = self.functions_class.of(draft, **facts)
             self.state = (*self.state, *arrays)
         columns = sum(width for _, width in shapes.tables)
         self.sizes = {"W": columns, "windows": len(shapes.windows), "dim": model.hidden_size}

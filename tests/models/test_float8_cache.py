@@ -1,5 +1,6 @@
 """Models over float8 caches: the scales that a checkpoint has, what the rounding costs, and the engine's pools."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from mla_attn.engine import Engine, SamplingParams
 from mla_attn.generation import generate
 from mla_attn.models import load_checkpoint
 from mla_attn.models.base import create_pools, stored_as
+from mla_attn.models.calibration import measure_scales
 from mla_attn.models.files import CheckpointError
+from mla_attn.passes import DraftModel, all_groups
 from mla_attn.speculative import DraftTree
 from traffic import small_model
 
@@ -105,40 +108,116 @@ def test_scales_of_latent_rows(tmp_path, caplog):
     assert "v_scale differs from k_scale (layer 2)" in record.getMessage()
 
 
-# Share of positions with the likeliest token of the float32 cache, and error of logits, RMS: for e4m3 with blocks, at
-# scale 1 and at 0.02, which clips, and e5m2.
+# Share of positions with the likeliest token of the float32 cache, and error of logits, RMS, each a little worse than
+# what was measured; of e4m3 at a scale of 1 and at 0.02, which clips, the least error too.
 ROUNDED = {
-    ("bfloat16", None): (0.995, 0.2),
-    ("float8_e4m3fn:blocks", None): (0.99, 0.2),
-    ("float8_e4m3fn", 1.0): (0.95, 0.6),
-    ("float8_e5m2", 1.0): (0.93, 0.9),
+    ("bfloat16", None): (0.994, 0.11),
+    ("float8_e4m3fn:blocks", None): (0.994, 0.12),
+    ("float8_e4m3fn", 1.0): (0.955, 0.42),
+    ("float8_e5m2", 1.0): (0.935, 0.75),
+    ("float8_e4m3fn", 0.02): (0.89, 1.2),
 }
 
 
 @pytest.mark.slow
 def test_what_rounding_costs():
-    """On prompts and reference tokens of the trained V3 fixture, teacher-forced."""
+    """On prompts and reference tokens of the trained V3 fixture, teacher-forced; ``-s`` prints the figures."""
     model, stored = load_checkpoint(V3, dtype=jnp.float32), np.load(V3 / "expected.npz")
     texts = [np.concatenate([stored[f"prompt_{i}"], stored[f"greedy_{i}"]]) for i in range(4)]
     exact = [logits_of(model, text, None) for text in texts]
     found = {}
-    for (kv_dtype, scale), (share, rms) in {**ROUNDED, ("float8_e4m3fn", 0.02): (0.0, 9.0)}.items():
+    for (kv_dtype, scale), (share, rms) in ROUNDED.items():
         logits = [logits_of(model, text, kv_dtype, scale) for text in texts]
         agree = np.concatenate([a.argmax(-1) == b.argmax(-1) for a, b in zip(logits, exact, strict=True)])
         errors = np.concatenate([(a - b).ravel() for a, b in zip(logits, exact, strict=True)])
         found[kv_dtype, scale] = agree.mean(), np.sqrt(np.mean(errors**2))
+        print(
+            f"{kv_dtype}, scale {scale}: {agree.mean():.4f} of {len(agree)} tokens, RMS {found[kv_dtype, scale][1]:.4f}"
+        )
         assert found[kv_dtype, scale][0] >= share and found[kv_dtype, scale][1] <= rms, found
     assert found["float8_e4m3fn", 0.02][1] > 2 * found["float8_e4m3fn", 1.0][1]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e4m3fn:blocks"])
-def test_drafts_change_no_token(kv_dtype):
-    """Of a float8 cache: what is verified is what is decoded, up to ties."""
+@pytest.mark.parametrize(
+    ("kv_dtype", "draft_kv_dtype", "draft"),
+    [
+        ("float8_e4m3fn", None, None),
+        ("float8_e4m3fn:blocks", None, None),
+        ("float8_e4m3fn", jnp.float32, None),
+        ("float8_e4m3fn", "bfloat16", "a model"),
+    ],
+)
+def test_drafts_change_no_token(kv_dtype, draft_kv_dtype, draft):
+    """Of a float8 cache: what is verified is what is decoded, up to ties; whatever the drafter's cache stores."""
     model = small_model(kv_lora_rank=128) if "blocks" in kv_dtype else small_model()
-    stored = {"kv_dtype": kv_dtype, **({} if "blocks" in kv_dtype else {"kv_scale": 0.02})}
+    stored = {"kv_dtype": kv_dtype, **({} if "blocks" in kv_dtype else {"kv_scale": {"full": {"scale": [0.02, 0.5]}}})}
     run = functools.partial(generate, model, [[3, 1, 4, 1, 5], [9]], max_new_tokens=12, page_size=4, ignore_eos=True)
-    plain, drafted = run(**stored), run(**stored, num_drafts=2)
+    drafter = {"draft_kv_dtype": draft_kv_dtype, "draft": DraftModel(model) if draft else None}
+    plain, drafted = run(**stored), run(**stored, **drafter, num_drafts=2)
     assert plain.tokens == drafted.tokens and drafted.statistics.compiles_after_warm_up == 0
+    if draft:  # which has the target's weights
+        assert drafted.statistics.acceptance_length > 2
+
+
+def test_pools_of_a_draft_layer():
+    """It computes in a pool of its own what it does in the target's, bit for bit."""
+    model, tokens = small_model(), jnp.asarray([3, 1, 4, 1, 5, 9])
+    (whole,) = model.cache_groups
+    split = stored_as([whole], None, None, "bfloat16")
+    assert [(g.name, g.num_layers, g.dtype) for g in split] == [("full", 1, jnp.float32), ("mtp", 1, jnp.bfloat16)]
+    split = [dataclasses.replace(group, dtype=whole.dtype) for group in split]
+    table, length = jnp.arange(2, dtype=jnp.int32)[None], jnp.asarray([6], jnp.int32)
+    m = build.for_extend(table, length, length, max_q_len=6, page_size=4)
+
+    @nnx.jit
+    def run(model, pools):
+        by_group = dict.fromkeys(pools, m)
+        hidden, pools = model(tokens, pools, by_group, mode="extend")
+        drafted, pools = model.draft(hidden, jnp.roll(tokens, -1), pools, by_group, mode="draft_extend")
+        return hidden, drafted, pools
+
+    first = run(model, create_pools([whole], num_pages=2, page_size=4))
+    second = run(model, create_pools(split, num_pages=2, page_size=4))
+    for a, b in zip(first[:2], second[:2], strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = np.concatenate([second[2][name].data for name in ("full", "mtp")])
+    np.testing.assert_array_equal(first[2]["full"].data, rows)
+    assert np.abs(rows).max(axis=(1, 2)).all()
+
+
+def test_formats_and_scales_of_drafters():
+    """A group's scales are divided among its parts; the drafter's own format is also that of a draft model."""
+    model = small_model()
+    groups = all_groups(model, DraftModel(model))
+    scale = {"full": {"scale": [0.25, 0.5]}}
+    made = stored_as(groups, "float8_e4m3fn", scale, "bfloat16")
+    assert [(g.name, g.num_layers, g.dtype.name) for g in made] == [
+        ("full", 1, "float8_e4m3fn"),
+        ("mtp", 1, "bfloat16"),
+        ("draft.full", 2, "bfloat16"),
+    ]
+    assert made[0].scales == {"scale": [0.25]} and made[1].scales == {"scale": [0.5]}
+    (kept,) = stored_as(model.cache_groups, "float8_e4m3fn", scale, jnp.float8_e4m3fn)
+    assert (kept.num_layers, kept.scales) == (2, {"scale": [0.25, 0.5]})
+    target, drafting = stored_as(model.cache_groups, None, scale, "float8_e5m2")
+    assert (target.dtype, drafting.dtype, drafting.scales) == (jnp.float32, jnp.float8_e5m2, {"scale": [0.5]})
+    with pytest.raises(ValueError, match=r"kv_scale has the cache groups \['full'\], must be .* 'full', 'draft.full'"):
+        stored_as(groups, "float8_e4m3fn", scale)
+    with pytest.raises(ValueError, match=r"scale has shape \(3,\), must be"):
+        stored_as(model.cache_groups, None, {"full": {"scale": [1.0] * 3}}, "float8_e4m3fn")
+
+
+@pytest.mark.slow
+def test_acceptance_in_float8():
+    """Drafts are accepted as often as with a bfloat16 cache, to 3 %; ``-s`` prints how often."""
+    model, stored = load_checkpoint(V3, dtype=jnp.bfloat16), np.load(V3 / "expected.npz")
+    prompts = [stored[f"prompt_{i}"].tolist() for i in range(4)]
+    scales, lengths = measure_scales(model, prompts), {}
+    for kv_dtype in ("bfloat16", "float8_e4m3fn", "float8_e4m3fn:blocks", "float8_e5m2"):
+        options = {"kv_dtype": kv_dtype, "kv_scale": scales, "num_drafts": 3, "ignore_eos": True}
+        lengths[kv_dtype] = generate(model, prompts, max_new_tokens=128, **options).statistics.acceptance_length
+        print(f"{kv_dtype}: acceptance length {lengths[kv_dtype]:.3f}")
+    assert all(abs(length / lengths["bfloat16"] - 1) < 0.03 for length in lengths.values()), lengths
 
 
 def test_the_engine_holds_its_pool_in_half_the_bytes():
@@ -167,6 +246,8 @@ def test_the_engine_holds_its_pool_in_half_the_bytes():
             r"kv_scale\['full'\] has \['k_sc",
         ),
         ({"kv_dtype": "float8_e4m3fn", "kv_scale": {"full": {"scale": [1.0]}}}, r"scale has shape \(1,\), must be"),
+        ({"draft_kv_dtype": "fp8"}, "draft_kv_dtype=fp8 must be one of|draft_kv_dtype='fp8' must be one of bfloat16"),
+        ({"draft_kv_dtype": "float8_e4m3fn:blocks"}, "row_format='blocks' with kv_lora_rank=16: must be a multiple of"),
     ],
 )
 def test_errors(stored, message):
@@ -177,3 +258,8 @@ def test_errors(stored, message):
 def test_blocks_are_of_latent_rows(llama):
     with pytest.raises(ValueError, match="kv_dtype=float8_e4m3fn:blocks is of latent rows, but 'full' holds keys and"):
         stored_as(llama[0].cache_groups, "float8_e4m3fn:blocks")
+
+
+def test_no_drafter_no_format(llama):
+    with pytest.raises(ValueError, match="draft_kv_dtype='bfloat16' must be None: there is no draft layer, and no d"):
+        stored_as(llama[0].cache_groups, None, None, "bfloat16")
