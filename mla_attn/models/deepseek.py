@@ -8,7 +8,7 @@ router and rope are computed in float32.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -171,8 +171,7 @@ class DeepseekForCausalLM(nnx.Module):
             ValueError: an unknown mode or form, or a combination that is not allowed; pools or metadata without the
                 name of the cache group.
         """
-        self._check_groups(pools, metadata)
-        pool, m = pools[GROUP], metadata[GROUP]
+        pool, m = self._group(GROUP, pools, metadata)
         x = self.embed_tokens(tokens)
         step, m = self._step(pool, m, x.dtype, mode, form, tree_mask, implementation)
         cos_sin = _rotation(self.config, m)
@@ -215,9 +214,9 @@ class DeepseekForCausalLM(nnx.Module):
             ValueError: as in ``__call__``, or the model has no draft layer.
         """
         self._require_mtp()
-        self._check_groups(pools, metadata)
-        name, layer = (DRAFT_LAYER, 0) if DRAFT_LAYER in pools else (GROUP, self.config.num_hidden_layers)
-        pool, m = pools[name], metadata[name]
+        own = isinstance(pools, Mapping) and DRAFT_LAYER in pools
+        name, layer = (DRAFT_LAYER, 0) if own else (GROUP, self.config.num_hidden_layers)
+        pool, m = self._group(name, pools, metadata)
         step, m = self._step(pool, m, hidden.dtype, mode, form, tree_mask, implementation)
         cos_sin = _rotation(self.config, m)
         hidden, pool = self.mtp(hidden, next_tokens, cos_sin, pool, m, step, layer=layer)
@@ -228,13 +227,14 @@ class DeepseekForCausalLM(nnx.Module):
         self._require_mtp()
         return self.mtp.head.float32(draft_hidden)
 
-    def _check_groups(self, pools: Pools, metadata: Metadata) -> None:
-        """Raises ValueError unless both have the cache group, and that of the draft layer if the pools have it."""
+    def _group(self, name: str, pools: Pools, metadata: Metadata) -> tuple[Any, AttentionMetadata]:
+        """The pool and the metadata of a cache group, after a check of both."""
         groups = self.cache_groups
         if self.can_draft and isinstance(pools, Mapping) and DRAFT_LAYER in pools:
             groups = (*groups, dataclasses.replace(groups[0], name=DRAFT_LAYER))
-        for name, value in (("pools", pools), ("metadata", metadata)):
-            check_groups(name, value, groups)
+        for argument, value in (("pools", pools), ("metadata", metadata)):
+            check_groups(argument, value, groups)
+        return pools[name], metadata[name]
 
     def _step(
         self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation
