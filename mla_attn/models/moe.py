@@ -68,7 +68,7 @@ def through_experts(
 def sorted_pairs(chosen: Int[Array, "pairs"]) -> tuple[Int32[Array, "pairs"], Int32[Array, "pairs"]]:
     """Sorts pairs by expert, stably: the pair at each place, and the place of each pair.
 
-    Few pairs are compared each with each: XLA compiles a sort anew for every layer, 0.3 s of a processor.
+    Few pairs are compared each with each: XLA compiles a sort anew for every layer, 0.12 s of a processor.
     """
     count, numbers = chosen.size, jnp.arange(chosen.size, dtype=jnp.int32)
     keys = chosen.astype(jnp.int32) * count + numbers
