@@ -207,6 +207,15 @@ def in_order(buckets: Iterable[Buckets]) -> list[tuple[Buckets, int]]:
     return largest + [(b, index) for b, indices in pending for index in sorted(indices[1:])]
 
 
+def promise(buckets: Iterable[Buckets]) -> list[tuple[Buckets, int]]:
+    """Marks the pending rungs as those that a warm-up will compile, so that calls use larger ones until then; returns
+    them in the order to compile them."""
+    work = in_order(buckets)
+    for b, index in work:
+        b._promised.add(index)
+    return work
+
+
 def warm_up(
     buckets: Iterable[Buckets],
     state: Any,
@@ -228,9 +237,7 @@ def warm_up(
         wanted: function called before each program; once it returns False, no further program is started.
     """
     begin = time.perf_counter()
-    work = in_order(buckets)
-    for b, index in work:
-        b._promised.add(index)
+    work = promise(buckets)
     programs: list[Future] = []
     count = 1 if jax.default_backend() == "cpu" else min(_COMPILERS, os.cpu_count() or 1)
     first = ThreadPoolExecutor(min(_FIRST, count))

@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant("a draft model without the anchor's row", "mla_attn/passes/drafters.py", 'md.for_draft_extend, x, x["lens"] + 1, **options', 'md.for_draft_extend, x, x["lens"], **options', "tests/engine/test_drafters.py::test_a_model_that_drafts_for_itself_is_always_right"),
     Mutant("room for one row in flight too few", "mla_attn/engine/scheduler.py", "request.num_decoded_rows + request.num_rows_in_flight", "request.num_decoded_rows", ENGINE + "test_tokens"),
     Mutant("preempted requests lose their tokens", "mla_attn/engine/scheduler.py", "self.waiting.appendleft(request)", "request.num_tokens = request.prompt_len; self.waiting.appendleft(request)", ENGINE + "test_preempted_requests_go_on_where_they_were"),
-    Mutant("a group's last tile forgotten", WORK, "_keys_before(last + 1, plan, kv_stride)", "_keys_before(last, plan, kv_stride)", SCHEDULE + "test_any_batch"),
+    Mutant("a group's last tile forgotten", WORK, "keys_before(last + 1, plan, kv_stride)", "keys_before(last, plan, kv_stride)", SCHEDULE + "test_any_batch"),
     Mutant("stride of the causal limit forgotten", WORK, "jnp.clip(-(-end // kv_stride), 0,", "jnp.clip(end, 0,", SCHEDULE + "test_any_batch[not causal, strided]"),
     Mutant("rows after the last request not zeroed", WORK, "tokens - ends.max(initial=0)", "0", SCHEDULE + "test_any_batch"),
     Mutant("partial results not rescaled", COMBINE, "acc, l = acc * alpha, l * alpha", "l = l * alpha", COMBINED),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from mla_attn.buckets import backend_compiles
+from mla_attn.buckets import backend_compiles, promise
 from mla_attn.buckets import warm_up as compile_all
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ def warm_up(engine: "Engine", *, progress: bool, background: bool) -> float:
     """Implements ``Engine.warm_up``, without its lock."""
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (engine._passes.state, engine._device))
     if background:
-        weak = weakref.ref(engine)
-        threading.Thread(target=_work, args=(weak, engine._programs(), arguments, progress), name="warm-up").start()
+        weak, programs = weakref.ref(engine), engine._programs()
+        promise(programs)  # here, because the next call may come before the thread runs
+        threading.Thread(target=_work, args=(weak, programs, arguments, progress), name="warm-up").start()
         return 0.0
     seconds = compile_all(engine._programs(), *arguments, progress=progress)
     _note(engine, seconds)

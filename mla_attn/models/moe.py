@@ -71,15 +71,15 @@ def sorted_pairs(chosen: Int[Array, "pairs"]) -> tuple[Int32[Array, "pairs"], In
     Few pairs are compared each with each: XLA compiles a sort anew for every layer, 0.12 s of a processor.
     """
     count, numbers = chosen.size, jnp.arange(chosen.size, dtype=jnp.int32)
-    keys = chosen.astype(jnp.int32) * count + numbers
 
     def inverse(permutation):
         return jnp.zeros_like(numbers).at[permutation].set(numbers, unique_indices=True, mode="promise_in_bounds")
 
     if count <= _COMPARED_PAIRS:
+        keys = chosen.astype(jnp.int32) * count + numbers  # far from 2**31 for so few
         places = (keys[None] < keys[:, None]).sum(axis=1, dtype=jnp.int32)
         return inverse(places), places
-    order = jnp.sort(keys) % count
+    order = jnp.argsort(chosen).astype(jnp.int32)
     return order, inverse(order)
 
 
