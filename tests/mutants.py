@@ -226,6 +226,10 @@ MUTANTS = (
     Mutant("scale after the cap", BLOCKWISE, "scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)", "scores = scale / rules.scale * rules.soft_cap * jnp.tanh(scores / scale * rules.scale / rules.soft_cap)", XLA + "test_float8_options"),
     Mutant("weights in float8", BLOCKWISE, "p.astype(v.dtype)", "p.astype(jnp.float8_e4m3fn).astype(v.dtype)", XLA + "test_float8_cache"),
     Mutant("expanded prefix without its scale", "mla_attn/ops/expanded.py", "read_latent(pool, m.page_table, begin, chunk, layer=layer, dtype=q.dtype)", "(y.astype(q.dtype) for y in jnp.split(pool.operands(pool.data[pool.placement.locate_reads(m.page_table, begin, chunk, layer)], jnp.float32), [pool.kv_lora_rank], axis=-1))", "tests/cases/test_float8.py::test_c12_prefix_and_new_tokens"),
+    Mutant("a draft layer's rows read from the model's pool", "mla_attn/models/deepseek.py", "(DRAFT_LAYER, 0) if own else", "(GROUP, 0) if own else", "tests/models/test_float8_cache.py::test_pools_of_a_draft_layer"),
+    Mutant("a draft layer with the first layer's scale", "mla_attn/models/base.py", "for at in (slice(kept), slice(kept, None))", "for at in (slice(kept), slice(kept))", "tests/models/test_float8_cache.py::test_formats_and_scales_of_drafters"),
+    Mutant("scales of the last prompt", "mla_attn/models/calibration.py", "np.maximum(before[name], x)", "x", "tests/models/test_calibration.py::test_scales_are_maxima_of_rows"),
+    Mutant("calibrated drafts after token 0", "mla_attn/models/calibration.py", "jnp.where(following < 0, likeliest, following)", "jnp.maximum(following, 0)", "tests/models/test_calibration.py::test_scales_are_maxima_of_rows"),
     Mutant("float8 operands without k_scale", "mla_attn/ops/expanded.py", 'zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)', 'zip(("q_scale", "v_scale"), scales[::2], strict=True)', "tests/cases/test_float8.py::test_float8_operands"),
 )
 # fmt: on
