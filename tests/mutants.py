@@ -208,6 +208,9 @@ MUTANTS = (
     Mutant("the offset of a table forgotten", "mla_attn/metadata/layout.py", "positions >= offsets, positions - offsets", "positions >= offsets, positions", "tests/metadata/test_windows.py"),
     Mutant("a page released that a row still sees", "cache/allocator.py", "gone = max(int(num_tokens) // self.page_size - found.first, 0)", "gone = max(-(-int(num_tokens) // self.page_size) - found.first, 0)", "tests/cache/test_windows.py"),
     Mutant("a prefix found without its last page but one", "cache/prefix.py", "if n - seen <= run:", "if n - seen <= run + 1:", "tests/cache/test_windows.py"),
+    Mutant("a step of MLA without its sinks", "mla_attn/steps/mla.py", "sinks=sinks,", "sinks=None,", STEPS + "::test_sinks"),
+    Mutant("windows counted at full size", "mla_attn/models/sizes.py", "pages.get(group.window, num_pages)", "num_pages", GROUPS + "test_a_model_its_drafter_and_their_windows_must_fit"),
+    Mutant("pages kept for longer than a window", "mla_attn/engine/pages.py", "final -= self._cache.prefix_cache *", "final -= 30 + self._cache.prefix_cache *", GROUPS + "test_tokens_are_those_of_an_engine_that_keeps_all"),
     # Float8: what is stored, and where its scales go.
     Mutant("float8 not clipped", FORMATS, "return jnp.clip(x, -most, most).astype(dtype)", "return x.astype(dtype)", FLOAT8 + "test_c06_what_is_too_large_is_clipped"),
     Mutant("float8 multiplied at the write", FORMATS, "(x / _aligned(scale, x) for", "(x * _aligned(scale, x) for", FLOAT8 + "test_scales_divide"),
