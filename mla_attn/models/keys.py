@@ -171,8 +171,8 @@ TRAINED = {
 YARN = {
     "factor": Setting(number(least=1.0), "stretches positions, with yarn"),
     **TRAINED,
-    "beta_fast": Setting(number(above=0.0), "turns from which frequencies stay, with yarn", 32.0),
-    "beta_slow": Setting(number(above=0.0), "turns to which frequencies are divided, with yarn", 1.0),
+    "beta_fast": Setting(number(above=0.0), "rotations from which a frequency is kept, with yarn", 32.0),
+    "beta_slow": Setting(number(above=0.0), "rotations up to which it is divided by factor, with yarn", 1.0),
     "mscale": Setting(number(least=0.0), "scales cosines and sines, with yarn", 1.0),
     "mscale_all_dim": Setting(number(least=0.0), "scales scores, with yarn", 0.0),
 }
@@ -185,8 +185,8 @@ DECODER_YARN = {name: setting for name, setting in YARN.items() if not name.star
 LLAMA3 = {
     "factor": Setting(number(least=1.0), "stretches positions, with llama3 or yarn"),
     "original_max_position_embeddings": Setting(_SIZE, "positions before scaling, with llama3 or yarn"),
-    "low_freq_factor": Setting(number(above=0.0), "turns to which frequencies are divided, with llama3"),
-    "high_freq_factor": Setting(number(above=0.0), "turns from which they stay, with llama3; above the former"),
+    "low_freq_factor": Setting(number(above=0.0), "rotations up to which a frequency is divided, with llama3"),
+    "high_freq_factor": Setting(number(above=0.0), "rotations from which it is kept, with llama3; above the former"),
 }
 QUERY_SCALING = {"llama_4_scaling_beta": Setting(number(least=0.0), "scales queries by position", None)}
 FP8 = {
