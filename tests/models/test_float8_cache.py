@@ -51,7 +51,10 @@ def test_scales_of_a_checkpoint(llama):
     """Each at its place, they cost half a logit; ignored, swapped, or of another layer, twelve."""
     model, expected = llama
     tokens, want = expected["prompt_1"], expected["logits_1"]
-    error = lambda *stored: np.abs(logits_of(model, tokens, *stored) - want).max()  # noqa: E731
+
+    def error(*stored):
+        return np.abs(logits_of(model, tokens, *stored) - want).max()
+
     assert error("float8_e4m3fn") < 0.6
     assert error(None) < 1e-3
     (group,) = model.cache_groups

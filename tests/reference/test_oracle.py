@@ -214,7 +214,10 @@ def test_exact_products_keep_the_tolerances(channels, rows):
     rng = np.random.default_rng(0)
     scores, values = (rng.standard_normal((rows, 40, n), np.float32) for n in (1, channels))
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))[..., 0]
-    rounded = lambda x: x.astype(jnp.bfloat16).astype(np.float32)  # noqa: E731
+
+    def rounded(x):
+        return x.astype(jnp.bfloat16).astype(np.float32)
+
     total = weights.sum(axis=1, dtype=np.float64)[:, None]
     want = np.einsum("tn,tnc->tc", weights, values, dtype=np.float64) / total
     got = rounded(np.einsum("tn,tnc->tc", rounded(weights), values, dtype=np.float64) / total)
