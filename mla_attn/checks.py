@@ -129,6 +129,11 @@ def check_soft_cap(soft_cap: Any) -> float | None:
     return check_number("soft_cap", soft_cap, above=0, most=_MOST_SOFT_CAP)
 
 
+def check_skip_threshold(skip_threshold: Any) -> float | None:
+    """Returns the threshold for leaving key tiles out; None to leave none out."""
+    return None if skip_threshold is None else check_number("skip_threshold", skip_threshold, above=0)
+
+
 def check_array(name: str, array: Any) -> None:
     """Checks that ``array`` is a NumPy or JAX array."""
     if not isinstance(array, jax.Array | np.ndarray):

@@ -19,7 +19,7 @@ _LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 128**-0.
 
 def _mla_call(
     *, page_size=64, dtype="bfloat16", row_format="plain", q_dtype="bfloat16", row_width=None, rope_offset=None,
-    max_q_len=1, causal=True, tree=False, sinks=False, batch_invariant=False, **spec,
+    max_q_len=1, causal=True, tree=False, sinks=False, batch_invariant=False, skip=False, **spec,
 ):  # fmt: skip
     spec, dtype = MLASpec(**{**_DEEPSEEK, **spec}), check_dtype("dtype", dtype)
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": page_size, "spec": spec}
@@ -30,28 +30,30 @@ def _mla_call(
         width = check_integer("row_width", offset + rope if row_width is None else row_width, offset + rope)
         data = jax.ShapeDtypeStruct((1, page_size, width), pool.data.dtype)
         pool = dataclasses.replace(pool, data=data, rope_offset=offset)
-    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant, "skip": skip}
     return mla.MLACall.of(pool, spec, max_q_len=max_q_len, q_dtype=_q_dtype(q_dtype), **flags)
 
 
 def _gqa_call(
     *, page_size=16, dtype="bfloat16", q_dtype="bfloat16", layout="nhd", max_q_len=1, causal=True, tree=False,
-    sinks=False, batch_invariant=False, **spec,
+    sinks=False, batch_invariant=False, skip=False, **spec,
 ):  # fmt: skip
     spec, dtype = GQASpec(**{**_LLAMA, **spec}), check_dtype("dtype", dtype)
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": page_size, "spec": spec, "dtype": dtype, "layout": layout}
     pool = jax.eval_shape(lambda: KVPool.create(**sizes))
-    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant, "skip": skip}
     return gqa.GQACall.of(pool, spec, max_q_len=max_q_len, q_dtype=_q_dtype(q_dtype), **flags)
 
 
-def _ragged_call(*, heads=128, kv_heads=128, qk_dim=192, v_dim=128, sinks=False, dtype="bfloat16", q_dtype="bfloat16"):
+def _ragged_call(
+    *, heads=128, kv_heads=128, qk_dim=192, v_dim=128, sinks=False, skip=False, dtype="bfloat16", q_dtype="bfloat16"
+):
     sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v_dim}
     for name, value in sizes.items():
         check_integer(name, value, 1)
     shapes = ((1, heads, qk_dim), (1, kv_heads, qk_dim), (1, kv_heads, v_dim))
     k, v = (_operand("dtype", dtype, shape) for shape in shapes[1:])
-    return ragged.RaggedCall.of(_operand("q_dtype", q_dtype, shapes[0]), k, v, sinks=sinks)
+    return ragged.RaggedCall.of(_operand("q_dtype", q_dtype, shapes[0]), k, v, sinks=sinks, skip=skip)
 
 
 def _grouped_call(*, depth=7168, width=2048, dtype="bfloat16"):
@@ -118,6 +120,7 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
         "H200: tree_mask with a window": (H200, {"max_q_len": 4, "tree": True, "window": 128}),
         "H200: sinks": (H200, {"sinks": True}),
         "H200: batch_invariant=True": (H200, {"batch_invariant": True}),
+        "H200: skip_threshold": (H200, {"skip": True}),
     },
     "gqa_attention": {
         "CPU: batch_invariant=True": (CPU, {"batch_invariant": True}),
@@ -137,6 +140,7 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
         "H200: tree_mask": (H200, {"max_q_len": 4, "tree": True}),
         "H200: tree_mask with a window": (H200, {"max_q_len": 4, "tree": True, "window": 128}),
         "H200: batch_invariant=True": (H200, {"batch_invariant": True}),
+        "H200: skip_threshold": (H200, {"skip": True}),
     },
     "ragged_attention": {
         "H200: 128 heads, 192/128": (H200, {}),
@@ -164,10 +168,11 @@ def supports(
         facts: differences from an ordinary call. For ``mla_attention`` (a bfloat16 decode call with DeepSeek's sizes):
             ``page_size``, ``dtype``, ``row_format``, ``row_width`` and ``rope_offset`` of the pool, ``q_dtype``,
             ``max_q_len``, ``causal``, ``tree`` (whether it has a ``tree_mask``), ``sinks`` (whether it has any),
-            ``batch_invariant``, and the fields of ``MLASpec``. For ``gqa_attention`` (Llama's sizes) the same, with
-            ``layout`` of the pool, no ``row_format``, and the fields of ``GQASpec``. For ``ragged_attention``
-            (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``, ``v_dim``, ``sinks``, ``dtype``, ``q_dtype``. For
-            ``grouped_matmul`` (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
+            ``skip`` (whether it has a ``skip_threshold``), ``batch_invariant``, and the fields of ``MLASpec``. For
+            ``gqa_attention`` (Llama's sizes) the same, with ``layout`` of the pool, no ``row_format``, and the fields
+            of ``GQASpec``. For ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``,
+            ``v_dim``, ``sinks``, ``skip``, ``dtype``, ``q_dtype``. For ``grouped_matmul`` (DeepSeek's experts):
+            ``depth``, ``width``, ``dtype``.
 
     Raises:
         ValueError: an unknown op, platform or fact, or an invalid value.

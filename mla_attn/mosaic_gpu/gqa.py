@@ -25,6 +25,8 @@ def supports(call, device: Device) -> str | None:
     spec, group = call.spec, call.spec.num_heads // call.spec.num_kv_heads
     if call.format.name not in _DTYPES:
         return f"a {call.format.name} pool: must be {' or '.join(_DTYPES)}"
+    if call.skip:
+        return "skip_threshold: must be None"
     if call.q_dtype == jnp.float8_e4m3fn:
         return "float8_e4m3fn queries: must be of at least 16 bits"
     for name in ("head_dim", "v_head_dim"):

@@ -30,6 +30,8 @@ def supports(call, device: Device) -> str | None:
     spec, latent = call.spec, (call.spec.kv_lora_rank, call.spec.qk_rope_head_dim)
     if call.format.name != "bfloat16":
         return f"a {call.format.name} pool: must be bfloat16"
+    if call.skip:
+        return "skip_threshold: must be None"
     if call.q_dtype == jnp.float8_e4m3fn:
         return "float8_e4m3fn queries: must be of at least 16 bits"
     if latent not in _LATENTS:

@@ -76,6 +76,7 @@ def attend_fresh(
     *,
     scales: OperandScales,
     implementation: Order,
+    skip_threshold: float | None,
 ) -> State:
     """Attention of this call's rows over this call's keys."""
     return _attend(
@@ -88,6 +89,7 @@ def attend_fresh(
         window=spec.window,
         soft_cap=spec.soft_cap,
         implementation=implementation,
+        skip_threshold=skip_threshold,
     )
 
 
@@ -104,6 +106,7 @@ def add_prefix(
     chunk_size: int,
     scales: OperandScales,
     implementation: Order,
+    skip_threshold: float | None,
 ) -> State:
     """Merges attention over the keys cached before this call, which are those in the table, into ``state``.
 
@@ -111,15 +114,17 @@ def add_prefix(
     covers the whole table and keeps every chunk's keys.
     """
     arrays = (state, q, w_uk, w_uv, pool, metadata, jnp.asarray(layer, jnp.int32), scales)
-    static = {"spec": spec, "chunk_size": chunk_size, "implementation": implementation}
+    static = {"spec": spec, "chunk_size": chunk_size}
+    static |= {"implementation": implementation, "skip_threshold": skip_threshold}
     # A loop over the chunks of the longest prefix has no reverse-mode derivative; a loop over the whole table has one.
     run, differentiated = (functools.partial(_add_chunks, whole_table=whole, **static) for whole in (False, True))
     return with_derivative(run, differentiated, arrays)
 
 
 def _add_chunks(
-    state, q, w_uk, w_uv, pool, metadata, layer, scales, *, spec, chunk_size, implementation, whole_table: bool
-):
+    state, q, w_uk, w_uv, pool, metadata, layer, scales, *, spec, chunk_size, implementation, skip_threshold,
+    whole_table: bool,
+):  # fmt: skip
     m, batch = metadata, metadata.q_lens.shape[0]
     cached = jnp.maximum(m.kv_lens - m.q_lens - m.kv_offsets, 0)
     room = m.page_table.shape[1] * pool.page_size
@@ -153,6 +158,7 @@ def _add_chunks(
             causal=False,
             soft_cap=spec.soft_cap,
             implementation=implementation,
+            skip_threshold=skip_threshold,
         )
         return merge_states([state[0], out], [state[1], lse])
 

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import KVPool
-from mla_attn.checks import check_flag, check_operand, check_shape
+from mla_attn.checks import check_flag, check_operand, check_shape, check_skip_threshold
 from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.mosaic_gpu import gqa as mosaic_gpu
@@ -44,6 +44,7 @@ class GQACall(PagedCall):
         tree: bool = False,
         sinks: bool = False,
         batch_invariant: bool = False,
+        skip: bool = False,
         q_dtype: DTypeLike = jnp.bfloat16,
     ) -> "GQACall":
         """The facts of calls over ``pool``, which may be abstract (from ``jax.eval_shape``).
@@ -51,7 +52,7 @@ class GQACall(PagedCall):
         Raises:
             ValueError: a value or combination of values is invalid.
         """
-        flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+        flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant, "skip": skip}
         facts = facts_of(pool, spec, max_q_len=max_q_len, q_dtype=q_dtype, **flags)
         widths = tuple(array.shape[-1] for array in (pool.k, pool.v) if array is not None)
         return cls(**facts, layout=pool.layout, row_widths=widths)
@@ -79,6 +80,7 @@ def gqa_attention(
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
     batch_invariant: bool = False,
+    skip_threshold: float | None = None,
 ) -> Float[Array, "T H V"] | tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """Grouped-query attention over a paged cache (arXiv:2305.13245); with ``causal=False`` cross attention too.
 
@@ -110,6 +112,11 @@ def gqa_attention(
         batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
             rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.
+        skip_threshold: positive number; a tile of keys may be left out if, for each of the rows that are computed
+            together, its largest score lies more than ``ln(kv_len / skip_threshold)`` below the largest before
+            (skip-softmax, arXiv:2512.12087). If it is a number f below 1, ``out`` differs by at most ``2 f / (1 + f)``
+            times the largest visible value, and ``lse`` is lower by at most ``ln(1 + f)``, apart from rounding. Where
+            ``kv_len`` is at most f, nothing is left out. Derivatives are exact. None for exact results.
 
     Returns:
         ``out`` [T, H, V]; with ``return_lse`` also ``lse`` float32 [T, H], the natural log of the sum of exp(score). A
@@ -126,6 +133,7 @@ def gqa_attention(
     metadata = _check(q, pool, metadata, spec, tree_mask)
     return_lse = check_flag("return_lse", return_lse)
     check_sinks(sinks, spec.num_heads, return_lse)
+    skip_threshold = check_skip_threshold(skip_threshold)
     q_scale, out_dtype = check_q_scale(q_scale, q), result_dtype(q.dtype, out_dtype)
     call = GQACall.of(
         pool,
@@ -135,6 +143,7 @@ def gqa_attention(
         tree=tree_mask is not None,
         sinks=sinks is not None,
         batch_invariant=batch_invariant,
+        skip=skip_threshold is not None,
         q_dtype=q.dtype,
     )
     layer = jnp.asarray(pool.placement.check_layer(layer), jnp.int32)
@@ -147,6 +156,7 @@ def gqa_attention(
         causal=call.causal,
         batch_invariant=call.batch_invariant,
         out_dtype=out_dtype,
+        **({} if skip_threshold is None else {"skip_threshold": skip_threshold}),
     )
     return (out, lse) if return_lse else out
 
@@ -163,6 +173,7 @@ def plan_gqa(
     q_dtype: DTypeLike = jnp.bfloat16,
     implementation: Order = None,
     batch_invariant: bool = False,
+    skip: bool = False,
 ) -> AttentionMetadata:
     """Adds a work list to the metadata, which calls of ``gqa_attention`` share: plan once per step for all layers.
 
@@ -172,7 +183,7 @@ def plan_gqa(
     Args:
         metadata: metadata from a builder.
         pool, spec, causal, implementation, batch_invariant: as in the planned calls; ``pool`` may be abstract.
-        tree, sinks: whether the planned calls have a ``tree_mask``, and ``sinks``.
+        tree, sinks, skip: whether the planned calls have a ``tree_mask``, ``sinks``, and a ``skip_threshold``.
         out_dtype: ``out_dtype`` of the planned calls.
         q_dtype: dtype of the queries of the planned calls.
 
@@ -180,7 +191,7 @@ def plan_gqa(
         ValueError: a wrong shape, dtype or static value.
         NotImplementedError: no implementation (or none of those named) supports such calls; the message says why.
     """
-    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant, "skip": skip}
     choice = functools.partial(choose, "gqa_attention", implementations=IMPLEMENTATIONS, implementation=implementation)
     return plan_calls(metadata, pool, spec, GQACall, choice, out_dtype=out_dtype, q_dtype=q_dtype, **flags)
 

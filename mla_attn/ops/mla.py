@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool
-from mla_attn.checks import check_flag, check_operand, check_shape
+from mla_attn.checks import check_flag, check_operand, check_shape, check_skip_threshold
 from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
@@ -44,6 +44,7 @@ class MLACall(PagedCall):
         tree: bool = False,
         sinks: bool = False,
         batch_invariant: bool = False,
+        skip: bool = False,
         q_dtype: DTypeLike = jnp.bfloat16,
     ) -> "MLACall":
         """The facts of calls over ``pool``, which may be abstract (from ``jax.eval_shape``).
@@ -51,7 +52,7 @@ class MLACall(PagedCall):
         Raises:
             ValueError: a value or combination of values is invalid.
         """
-        flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+        flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant, "skip": skip}
         facts = facts_of(pool, spec, max_q_len=max_q_len, q_dtype=q_dtype, **flags)
         return cls(**facts, row_width=pool.row_width, rope_offset=pool.rope_offset)
 
@@ -79,6 +80,7 @@ def mla_attention(
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
     batch_invariant: bool = False,
+    skip_threshold: float | None = None,
 ) -> Float[Array, "T H R"] | tuple[Float[Array, "T H R"], Float[Array, "T H"]]:
     """Absorbed multi-head latent attention over a paged cache (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
@@ -113,6 +115,11 @@ def mla_attention(
         batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
             rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.
+        skip_threshold: positive number; a tile of keys may be left out if, for each of the rows that are computed
+            together, its largest score lies more than ``ln(kv_len / skip_threshold)`` below the largest before
+            (skip-softmax, arXiv:2512.12087). If it is a number f below 1, ``out`` differs by at most ``2 f / (1 + f)``
+            times the largest visible value, and ``lse`` is lower by at most ``ln(1 + f)``, apart from rounding. Where
+            ``kv_len`` is at most f, nothing is left out. Derivatives are exact. None for exact results.
 
     Returns:
         ``out`` [T, H, R]; with ``return_lse`` also ``lse`` float32 [T, H], the natural log of the sum of exp(score). A
@@ -129,6 +136,7 @@ def mla_attention(
     metadata = _check(q_latent, q_rope, pool, metadata, spec, tree_mask)
     return_lse = check_flag("return_lse", return_lse)
     check_sinks(sinks, spec.num_heads, return_lse)
+    skip_threshold = check_skip_threshold(skip_threshold)
     q_scale, out_dtype = check_q_scale(q_scale, q_latent), result_dtype(q_latent.dtype, out_dtype)
     call = MLACall.of(
         pool,
@@ -138,6 +146,7 @@ def mla_attention(
         tree=tree_mask is not None,
         sinks=sinks is not None,
         batch_invariant=batch_invariant,
+        skip=skip_threshold is not None,
         q_dtype=q_latent.dtype,
     )
     layer = jnp.asarray(pool.placement.check_layer(layer), jnp.int32)
@@ -150,6 +159,7 @@ def mla_attention(
         causal=call.causal,
         batch_invariant=call.batch_invariant,
         out_dtype=out_dtype,
+        **({} if skip_threshold is None else {"skip_threshold": skip_threshold}),
     )
     return (out, lse) if return_lse else out
 
@@ -166,6 +176,7 @@ def plan_mla(
     q_dtype: DTypeLike = jnp.bfloat16,
     implementation: Order = None,
     batch_invariant: bool = False,
+    skip: bool = False,
 ) -> AttentionMetadata:
     """Adds a work list to the metadata, which calls of ``mla_attention`` share: plan once per step for all layers.
 
@@ -175,7 +186,7 @@ def plan_mla(
     Args:
         metadata: metadata from a builder.
         pool, spec, causal, implementation, batch_invariant: as in the planned calls; ``pool`` may be abstract.
-        tree, sinks: whether the planned calls have a ``tree_mask``, and ``sinks``.
+        tree, sinks, skip: whether the planned calls have a ``tree_mask``, ``sinks``, and a ``skip_threshold``.
         out_dtype: ``out_dtype`` of the planned calls.
         q_dtype: dtype of the queries of the planned calls.
 
@@ -183,7 +194,7 @@ def plan_mla(
         ValueError: a wrong shape, dtype or static value.
         NotImplementedError: no implementation (or none of those named) supports such calls; the message says why.
     """
-    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant, "skip": skip}
     choice = functools.partial(choose, "mla_attention", implementations=IMPLEMENTATIONS, implementation=implementation)
     return plan_calls(metadata, pool, spec, MLACall, choice, out_dtype=out_dtype, q_dtype=q_dtype, **flags)
 

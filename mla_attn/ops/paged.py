@@ -27,6 +27,7 @@ class PagedCall:
     tree: bool
     sinks: bool
     batch_invariant: bool
+    skip: bool
 
 
 def facts_of(
@@ -38,6 +39,7 @@ def facts_of(
     tree: bool,
     sinks: bool,
     batch_invariant: bool,
+    skip: bool,
     q_dtype: DTypeLike,
 ) -> dict[str, Any]:
     """The fields of a ``PagedCall`` over ``pool``, which may be abstract (from ``jax.eval_shape``).
@@ -47,6 +49,7 @@ def facts_of(
     """
     max_q_len = check_integer("max_q_len", max_q_len, 1)
     flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+    flags["skip"] = skip
     flags = {name: check_flag(name, value) for name, value in flags.items()}
     if spec.window is not None and not flags["causal"]:
         raise ValueError(f"causal=False with window={spec.window}: a window needs causal=True")

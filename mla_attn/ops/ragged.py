@@ -14,6 +14,7 @@ from mla_attn.checks import (
     check_operand,
     check_scale,
     check_shape,
+    check_skip_threshold,
     check_soft_cap,
     check_type,
     check_window,
@@ -34,6 +35,7 @@ class RaggedCall:
     qk_dim: int
     v_dim: int
     sinks: bool
+    skip: bool
     dtype: np.dtype
     q_dtype: np.dtype
 
@@ -45,6 +47,7 @@ class RaggedCall:
         v: Float[Array | jax.ShapeDtypeStruct, "Tk K V"],
         *,
         sinks: bool = False,
+        skip: bool = False,
     ) -> "RaggedCall":
         """The facts of a call over arrays, which may be abstract.
 
@@ -55,7 +58,8 @@ class RaggedCall:
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"q has {heads} heads, must be a multiple of k's {kv_heads}")
         sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v.shape[2]}
-        return cls(**sizes, sinks=check_flag("sinks", sinks), dtype=np.dtype(k.dtype), q_dtype=np.dtype(q.dtype))
+        flags = {"sinks": check_flag("sinks", sinks), "skip": check_flag("skip", skip)}
+        return cls(**sizes, **flags, dtype=np.dtype(k.dtype), q_dtype=np.dtype(q.dtype))
 
 
 def _portable(call: RaggedCall, device: Device) -> str | None:
@@ -85,6 +89,7 @@ def ragged_attention(
     return_lse: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
+    skip_threshold: float | None = None,
 ) -> Float[Array, "T H V"] | tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """Attention of packed queries over packed keys and values; every request sees its own keys only.
 
@@ -104,9 +109,14 @@ def ragged_attention(
         sinks: one raw logit per head, neither scaled nor capped: ``exp(sink)`` is added to the softmax denominator.
             -inf means no sink; with inf, ``out`` is 0.
         q_scale, k_scale, v_scale: scales of float8_e4m3fn operands, float32 []; None for 1.
-    return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
+        return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
         out_dtype: dtype of ``out``; None for that of ``q``, or for bfloat16 if that is float8.
         implementation: "xla" or "reference", or names in the order to try them; None for the default choice.
+        skip_threshold: positive number; a tile of keys may be left out if, for each of the rows that are computed
+            together, its largest score lies more than ``ln(kv_len / skip_threshold)`` below the largest before
+            (skip-softmax, arXiv:2512.12087). If it is a number f below 1, ``out`` differs by at most ``2 f / (1 + f)``
+            times the largest visible value, and ``lse`` is lower by at most ``ln(1 + f)``, apart from rounding. Where
+            ``kv_len`` is at most f, nothing is left out. Derivatives are exact. None for exact results.
 
     Returns:
         ``out`` [T, H, V]; with ``return_lse`` also ``lse`` float32 [T, H] (natural log). Rows without visible keys and
@@ -134,9 +144,11 @@ def ragged_attention(
     scales = (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v))
     scales = (check_operand_scale(name, scale, array.dtype) for name, scale, array in scales)
     check_sinks(sinks, q.shape[1], return_lse)
+    skip_threshold = check_skip_threshold(skip_threshold)
+    call = RaggedCall.of(q, k, v, sinks=sinks is not None, skip=skip_threshold is not None)
     out, lse = compute(
         "ragged_attention",
-        choose("ragged_attention", RaggedCall.of(q, k, v, sinks=sinks is not None), IMPLEMENTATIONS, implementation),
+        choose("ragged_attention", call, IMPLEMENTATIONS, implementation),
         IMPLEMENTATIONS,
         (q, k, v, metadata, sinks, *scales),
         scale=scale,
@@ -144,6 +156,7 @@ def ragged_attention(
         window=window,
         soft_cap=soft_cap,
         out_dtype=result_dtype(q.dtype, out_dtype),
+        **({} if skip_threshold is None else {"skip_threshold": skip_threshold}),
     )
     return (out, lse) if return_lse else out
 

@@ -6,9 +6,23 @@ from mla_attn.cache import read_kv
 from mla_attn.reference.dense import attend_paged, scaled_queries
 
 
-def gqa_attention(q, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, causal, batch_invariant, out_dtype):
+def gqa_attention(
+    q,
+    pool,
+    metadata,
+    layer,
+    tree_mask,
+    sinks,
+    q_scale,
+    *,
+    spec,
+    causal,
+    batch_invariant,
+    out_dtype,
+    skip_threshold=None,
+):
     """``(out [T, H, V], lse float32 [T, H])``; it gathers all keys of the page tables."""
-    del batch_invariant  # ``supports`` refuses it
+    del batch_invariant, skip_threshold  # ``supports`` refuses the one; the other allows what it need not do
     table = metadata.page_table
     starts, keys = jnp.zeros_like(metadata.kv_lens), table.shape[1] * pool.page_size
     k, v = read_kv(pool, table, starts, keys, layer=layer, dtype=jnp.float32)

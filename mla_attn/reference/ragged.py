@@ -6,9 +6,11 @@ from mla_attn.reference.dense import attend, scaled_queries, to_blocks, to_rows,
 
 
 def ragged_attention(
-    q, k, v, metadata, sinks, q_scale, k_scale, v_scale, *, scale, causal, window, soft_cap, out_dtype
-):
+    q, k, v, metadata, sinks, q_scale, k_scale, v_scale, *, scale, causal, window, soft_cap, out_dtype,
+    skip_threshold=None,
+):  # fmt: skip
     """``(out [T, H, V], lse float32 [T, H])``, from dense blocks."""
+    del skip_threshold  # it allows what need not be done
     m = metadata
     q, k, v = (scaled_queries(x, x_scale) for x, x_scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
     positions = jnp.arange(m.max_kv_len, dtype=jnp.int32)

@@ -20,7 +20,7 @@ from mla_attn.specs import GQASpec
 from mla_attn.steps.entry import entry_point
 from mla_attn.steps.scaling import QueryScaling, scaled
 
-_STATIC = ("spec", "query_scaling", "return_lse")
+_STATIC = ("spec", "query_scaling", "return_lse", "skip_threshold")
 
 
 def _paged_step(name: str, summary: str):
@@ -43,6 +43,7 @@ def _paged_step(name: str, summary: str):
         return_lse: bool = False,
         implementation: Order = None,
         batch_invariant: bool = False,
+        skip_threshold: float | None = None,
     ) -> tuple[Float[Array, "T H V"], KVPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], KVPool]:
         pool = write_kv(pool, k, v, metadata.slots, layer=layer)
         result = gqa_attention(
@@ -57,6 +58,7 @@ def _paged_step(name: str, summary: str):
             return_lse=return_lse,
             implementation=implementation,
             batch_invariant=batch_invariant,
+            skip_threshold=skip_threshold,
         )
         return (*result, pool) if isinstance(result, tuple) else (result, pool)
 
@@ -82,6 +84,7 @@ _PAGED_DOC = """
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``gqa_attention``.
         batch_invariant: as in ``gqa_attention``.
+        skip_threshold: as in ``gqa_attention``.
 
     Returns:
         ``(out [T, H, V], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``.
@@ -117,6 +120,7 @@ def gqa_prefill(
     query_scaling: QueryScaling | None = None,
     return_lse: bool = False,
     implementation: Order = None,
+    skip_threshold: float | None = None,
 ) -> tuple[Float[Array, "T H V"], KVPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], KVPool]:
     """Runs whole prompts. It attends to this call's keys and values only and reads nothing from the cache.
 
@@ -127,7 +131,7 @@ def gqa_prefill(
 
     Args:
         q, k, v, pool, metadata, spec, layer, sinks, query_scaling, return_lse: as in ``gqa_extend``.
-        implementation: as in ``ragged_attention``.
+        implementation, skip_threshold: as in ``ragged_attention``.
 
     Returns:
         As ``gqa_extend``.
@@ -152,5 +156,6 @@ def gqa_prefill(
         sinks=sinks,
         return_lse=return_lse,
         implementation=implementation,
+        skip_threshold=skip_threshold,
     )
     return (*result, pool) if isinstance(result, tuple) else (result, pool)

@@ -29,7 +29,7 @@ from mla_attn.steps.scaling import QueryScaling, scaled
 PREFIX_CHUNK = 1024
 
 
-_STATIC = ("spec", "query_scaling", "return_lse")
+_STATIC = ("spec", "query_scaling", "return_lse", "skip_threshold")
 
 
 def _absorbed_step(name: str, summary: str):
@@ -53,6 +53,7 @@ def _absorbed_step(name: str, summary: str):
         return_lse: bool = False,
         implementation: Order = None,
         batch_invariant: bool = False,
+        skip_threshold: float | None = None,
     ) -> tuple[Float[Array, "T H R"], LatentPool] | tuple[Float[Array, "T H R"], Float[Array, "T H"], LatentPool]:
         pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
         q_latent, q_rope = (scaled(q, metadata, query_scaling) for q in (q_latent, q_rope))
@@ -69,6 +70,7 @@ def _absorbed_step(name: str, summary: str):
             return_lse=return_lse,
             implementation=implementation,
             batch_invariant=batch_invariant,
+            skip_threshold=skip_threshold,
         )
         return (*result, pool) if isinstance(result, tuple) else (result, pool)
 
@@ -95,6 +97,7 @@ _ABSORBED_DOC = """
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``mla_attention``.
         batch_invariant: as in ``mla_attention``.
+        skip_threshold: as in ``mla_attention``.
 
     Returns:
         ``(out [T, H, R], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``. ``out`` is in latent space.
@@ -131,6 +134,7 @@ def prefill(
     operand_scales: tuple[Any, Any, Any] | None = None,
     return_lse: bool = False,
     implementation: Order = None,
+    skip_threshold: float | None = None,
 ) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
     """Runs whole prompts in the expanded form. It attends to this call's keys only and reads nothing from the cache.
 
@@ -155,6 +159,7 @@ def prefill(
             they are cast; 1 if None.
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``ragged_attention``.
+        skip_threshold: as in ``ragged_attention``.
 
     Returns:
         ``(out [T, H, V], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``.
@@ -164,6 +169,7 @@ def prefill(
     """
     metadata = _check_expanded(q, k, v, pool, metadata, spec)
     options = {"scales": check_operand_scales(operand_dtype, operand_scales), "implementation": implementation}
+    options["skip_threshold"] = skip_threshold
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
     out, lse = attend_fresh(scaled(q, metadata, query_scaling), k, v, metadata, spec, **options)
     out = out.astype(q.dtype)
@@ -190,6 +196,7 @@ def extend(
     operand_scales: tuple[Any, Any, Any] | None = None,
     return_lse: bool = False,
     implementation: Order = None,
+    skip_threshold: float | None = None,
 ) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
     """Runs new tokens after a cached prefix, in the expanded form.
 
@@ -222,6 +229,7 @@ def extend(
             for 1.
         return_lse: also return the log-sum-exp of the scores.
         implementation: as in ``ragged_attention``.
+        skip_threshold: as in ``ragged_attention``.
 
     Returns:
         ``(out [T, H, V], pool)``; with ``return_lse`` ``(out, lse [T, H], pool)``.
@@ -241,6 +249,7 @@ def extend(
     for name, array in (("w_uk", w_uk), ("w_uv", w_uv)):
         check_type(name, array, jnp.floating)
     options = {"scales": check_operand_scales(operand_dtype, operand_scales), "implementation": implementation}
+    options["skip_threshold"] = skip_threshold
     pool = write_latent(pool, latent, rope, metadata.slots, layer=layer)
     q = scaled(q, metadata, query_scaling)
     out, lse = add_prefix(

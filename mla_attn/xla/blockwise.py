@@ -82,6 +82,7 @@ class Rules:
     soft_cap: float | None = None
     tree_mask: Bool[Array, "B S M"] | None = None
     sinks: Float[Array, "H"] | None = None
+    skip_threshold: float | None = None
 
 
 # fetch(requests [lanes], first_keys [lanes], seen bool [lanes, n]) -> keys [lanes, n, K, D], values [lanes, n, K, V],
@@ -173,7 +174,8 @@ def blockwise_attention(
         index, scale = tile + lanes, rules.scale
         if factors is not None:
             scale *= of_tile(factors[..., None])
-        return _put(state, index, _update(_take(state, index), of_tile(q), k, v, visible, rules, scale))
+        least = None if rules.skip_threshold is None else _least_ratio(rules.skip_threshold, batch.kv_lens[request])
+        return _put(state, index, _update(_take(state, index), of_tile(q), k, v, visible, rules, scale, least))
 
     f32 = jnp.float32
     state = (jnp.full(shape, -jnp.inf, f32), jnp.zeros(shape, f32), jnp.zeros((*shape, v_dim), f32))
@@ -261,8 +263,19 @@ def _tree_visible(mask, request, row, after_prefix) -> Bool[Array, "lanes tile n
     return bits | (column < 0)[:, None, :]
 
 
-def _update(state, q, k, v, visible, rules: Rules, scale):
-    """One online-softmax step, which adds a block to the running maximum, sum and output of each lane's tile."""
+def _least_ratio(skip_threshold: float, kv_lens: Int[Array, "lanes"]) -> Float[Array, "lanes"]:
+    """The log of the least probability, relative to the row's largest so far, for which a block is added (skip-softmax,
+    arXiv:2512.12087): ``skip_threshold / kv_len``; -inf, which every block reaches, where that is 1 or more."""
+    ratio = skip_threshold / jnp.maximum(kv_lens, 1).astype(jnp.float32)
+    return jnp.where(ratio < 1, jnp.log(ratio), -jnp.inf)
+
+
+def _update(state, q, k, v, visible, rules: Rules, scale, least=None):
+    """One online-softmax step, which adds a block to the running maximum, sum and output of each lane's tile.
+
+    With ``least``, the log of a probability per lane, the rows of a KV head leave the block out if none of its keys
+    reaches that for any of them.
+    """
     m, l, acc = state
     precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
     scores = scale * jnp.einsum(
@@ -272,12 +285,29 @@ def _update(state, q, k, v, visible, rules: Rules, scale):
         scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
     group = q.shape[2] // visible.shape[1]
     scores = jnp.where(jnp.repeat(visible, group, axis=1)[:, None], scores, -jnp.inf)
-    new_m = jnp.maximum(m, scores.max(axis=-1))
-    shift = _finite(new_m)
-    p = jnp.exp(scores - shift[..., None])
-    alpha = jnp.exp(m - shift)
-    pv = jnp.einsum("lkrn,lnkv->lkrv", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32)
-    return new_m, l * alpha + p.sum(axis=-1), acc * alpha[..., None] + pv
+    block_m = scores.max(axis=-1)
+
+    def added():
+        new_m = jnp.maximum(m, block_m)
+        shift = _finite(new_m)
+        p, alpha = jnp.exp(scores - shift[..., None]), jnp.exp(m - shift)
+        pv = jnp.einsum(
+            "lkrn,lnkv->lkrv", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        return new_m, l * alpha + p.sum(axis=-1), acc * alpha[..., None] + pv
+
+    if least is None:
+        return added()
+    # Comparisons with NaN are false, so that rows with a NaN score keep it.
+    left_out = (jnp.isneginf(block_m) | (block_m < m + least[:, None, None])).all(axis=-1, keepdims=True)
+
+    def selected():
+        return tuple(
+            jnp.where(left_out[..., None] if old.ndim == 4 else left_out, old, new)
+            for old, new in zip(state, added(), strict=True)
+        )
+
+    return lax.cond(left_out.all(), lambda: state, selected)
 
 
 def _finite(m):

@@ -8,11 +8,11 @@ from mla_attn.xla.paged import paged_attention, take_pages
 
 def gqa_attention(
     q, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, causal, batch_invariant, out_dtype,
-    config: Config | None = None,
+    skip_threshold: float | None = None, config: Config | None = None,
 ):  # fmt: skip
     """``(out [T, H, V], lse float32 [T, H])``; products in the format's ``operand_dtype``, sums in float32."""
     dtype = pool.format.operand_dtype(q.dtype)
-    rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask, sinks)
+    rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask, sinks, skip_threshold)
 
     def read(physical):
         if pool.layout == "hnd":

@@ -8,7 +8,7 @@ from mla_attn.xla.blockwise import Batch, Config, Rules, blockwise_attention, by
 
 def ragged_attention(
     q, k, v, metadata, sinks, q_scale, k_scale, v_scale, *, scale, causal, window, soft_cap, out_dtype,
-    config: Config | None = None,
+    skip_threshold: float | None = None, config: Config | None = None,
 ):  # fmt: skip
     """``(out [T, H, V], lse float32 [T, H])``; products in the keys' dtype, sums in float32.
 
@@ -20,7 +20,7 @@ def ragged_attention(
     if k.shape[0] == 0:
         return jnp.zeros((q.shape[0], heads, shape[1]), out_dtype), jnp.full((q.shape[0], heads), -jnp.inf, jnp.float32)
     batch = Batch(m.q_starts, m.q_lens, m.kv_lens, jnp.zeros_like(m.kv_lens), 1)
-    rules = Rules(scale, causal, window, soft_cap, sinks=sinks)
+    rules = Rules(scale, causal, window, soft_cap, sinks=sinks, skip_threshold=skip_threshold)
     dtype = operand_dtype(q.dtype) if k.dtype == jnp.float8_e4m3fn else k.dtype
     factors = score_factors(q.shape, q_scale, k_scale)
 

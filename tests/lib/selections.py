@@ -18,6 +18,7 @@ QUICK = (
     "ops/test_merge.py",
     "ops/test_mla.py::TestXLA::",
     "ops/test_mla.py::test_errors",
+    "ops/test_skip.py::test_tiles",
     "reference/",
     "speculative/",
     "test_checks.py",
