@@ -1,4 +1,4 @@
-"""The paged keys and values of grouped-query attention: a pool in three layouts, ``write_kv`` and ``read_kv``.
+"""The paged keys and values of grouped-query attention: a pool in four layouts, ``write_kv`` and ``read_kv``.
 
 All functions are pure; a write is in place when the pool is donated.
 """
@@ -13,12 +13,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from mla_attn.cache.formats import RowFormat, check_stored, format_of, format_of_array
-from mla_attn.cache.placement import PagedPool, Placement, check_slots, row_index
+from mla_attn.cache.placement import Axes, PagedPool, Placement, check_slots, read_rows
 from mla_attn.cache.scales import check_scale, make_scale, scale_of_layer
 from mla_attn.checks import check_array, check_dtype, check_integer, check_out_dtype, check_shape, check_type
 from mla_attn.specs import GQASpec
 
-LAYOUTS = ("nhd", "hnd", "interleaved")
+# The arrays of each layout: their order, and their axes in words.
+LAYOUTS = {
+    "nhd": ((Axes.TOKENS, "[pages, P, K, D]"), (Axes.TOKENS, "[pages, P, K, V]")),
+    "hnd": ((Axes.HEADS_TOKENS, "[pages, K, P, D]"), (Axes.HEADS_TOKENS, "[pages, K, P, V]")),
+    "interleaved": ((Axes.TOKENS, "[pages, P, K, 2, D]"),),
+    "shuffled": ((Axes.CHANNEL_GROUPS, "[pages, K, D / X, P, X]"), (Axes.TOKEN_GROUPS, "[pages, K, P / X, V, X]")),
+}
+GROUP_BYTES = 16  # of the last axis of the shuffled layout
 
 _DERIVED: Any = None  # default of fields that ``__post_init__`` derives from the others
 
@@ -26,15 +33,20 @@ _DERIVED: Any = None  # default of fields that ``__post_init__`` derives from th
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVPool(PagedPool):
-    """Paged cache of keys and values for all layers of a model, in one of three layouts.
+    """Paged cache of keys and values for all layers of a model, in one of four layouts.
 
-    ===============  =====================================================  ====================
+    ===============  =====================================================  ===========================
     ``layout``       ``k``                                                  ``v``
-    ===============  =====================================================  ====================
+    ===============  =====================================================  ===========================
     ``nhd``          ``[pages, P, K, D]``                                   ``[pages, P, K, V]``
     ``hnd``          ``[pages, K, P, D]``                                   ``[pages, K, P, V]``
     ``interleaved``  ``[pages, P, K, 2, D]``, each head's key, then value   None
-    ===============  =====================================================  ====================
+    ``shuffled``     ``[pages, K, D / X, P, X]``                            ``[pages, K, P / X, V, X]``
+    ===============  =====================================================  ===========================
+
+    The shuffled layout, which engines for AMD GPUs keep, has groups of X = 16 / itemsize elements: 8 in bfloat16, 16 in
+    float8. Channel d of token t of a page is ``k[page, h, d // X, t, d % X]`` and ``v[page, h, t // X, d, t % X]``; P
+    and D are multiples of X.
 
     Layers, pages and strides are as in ``LatentPool``: page p of layer l is physical page ``p * page_stride + l *
     layer_stride``, which only the ops of this library compute. Rows may be wider than D and V (128 for heads of 64, as
@@ -47,7 +59,7 @@ class KVPool(PagedPool):
         v: values, or None.
         num_layers: layers L.
         num_pages: pages N of each layer.
-        layout: ``nhd``, ``hnd`` or ``interleaved``.
+        layout: ``nhd``, ``hnd``, ``interleaved`` or ``shuffled``.
         head_dim: channels D of a key; None for the width of its row.
         v_head_dim: channels V of a value; None for the width of its row, or for D in the ``interleaved`` layout.
         page_stride: physical pages from a page of a layer to the next.
@@ -78,9 +90,9 @@ class KVPool(PagedPool):
         if self.layer_stride is None:
             object.__setattr__(self, "layer_stride", self.num_pages)
         if self.head_dim is None and np.ndim(self.k):
-            object.__setattr__(self, "head_dim", self.k.shape[-1])
+            object.__setattr__(self, "head_dim", self.row_widths[0])
         if self.v_head_dim is None and (self.v is None or np.ndim(self.v)):
-            object.__setattr__(self, "v_head_dim", self.head_dim if self.v is None else self.v.shape[-1])
+            object.__setattr__(self, "v_head_dim", self.head_dim if self.v is None else self.row_widths[1])
 
     @classmethod
     def create(
@@ -103,24 +115,28 @@ class KVPool(PagedPool):
             page_size: tokens P of a page.
             spec: KV heads, and channels of keys and values.
             dtype: dtype of the stored numbers: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
-            layout: ``nhd``, ``hnd`` or ``interleaved``.
+            layout: ``nhd``, ``hnd``, ``interleaved`` or ``shuffled``.
             k_scale, v_scale: positive divisors of keys and values stored in float8; [], [L] or [L, K], None for 1.
                 Other dtypes ignore them.
 
         Raises:
-            ValueError: a size below 1, an unknown layout, dtype or scale, or so many tokens per layer or pages in total
-                that ids do not fit int32.
+            ValueError: a size below 1, an unknown layout, dtype or scale, sizes that the shuffled layout cannot store,
+                or so many tokens per layer or pages in total that ids do not fit int32.
         """
         format = format_of(check_dtype("dtype", dtype))
         placement = Placement(num_layers, num_pages, page_size, 1, num_pages)
-        heads, dims = spec.num_kv_heads, format.widths(spec.head_dim, spec.v_head_dim)
-        leading = (placement.num_physical_pages, placement.page_size, heads)
+        heads, (dim, v_dim) = spec.num_kv_heads, format.widths(spec.head_dim, spec.v_head_dim)
+        pages, tokens = placement.num_physical_pages, placement.page_size
         if _check_layout(layout) == "interleaved":
-            shapes = ((*leading, 2, max(dims)),)
+            shapes = ((pages, tokens, heads, 2, max(dim, v_dim)),)
         elif layout == "hnd":
-            shapes = tuple((leading[0], heads, leading[1], dim) for dim in dims)
+            shapes = (pages, heads, tokens, dim), (pages, heads, tokens, v_dim)
+        elif layout == "shuffled":
+            group = GROUP_BYTES // format.storage_dtype.itemsize
+            _check_groups(group, tokens, dim)
+            shapes = (pages, heads, dim // group, tokens, group), (pages, heads, tokens // group, v_dim, group)
         else:
-            shapes = tuple((*leading, dim) for dim in dims)
+            shapes = (pages, tokens, heads, dim), (pages, tokens, heads, v_dim)
         k, *v = (jnp.zeros(shape, format.storage_dtype) for shape in shapes)
         sizes = (placement.num_layers, placement.num_pages, layout, spec.head_dim, spec.v_head_dim)
         scales = _make_scales(format, placement.num_layers, heads, k_scale=k_scale, v_scale=v_scale)
@@ -147,7 +163,7 @@ class KVPool(PagedPool):
         Args:
             array: bfloat16, float16 or float32, or uint8 that holds the bytes of float8 numbers; keys and values, or
                 only the keys.
-            values: the values, for ``nhd`` and ``hnd``.
+            values: the values, for all layouts but ``interleaved``.
             layout: layout of the arrays.
             head_dim: channels D of a key, the first of its row; None for the whole row.
             v_head_dim: channels V of a value; None for its whole row, or for ``head_dim`` where there is one array.
@@ -162,7 +178,7 @@ class KVPool(PagedPool):
             raise ValueError(f"array has shape {array.shape}, must have pages, tokens, heads and channels")
         format = format_of_array(array) if dtype is None else format_of(check_dtype("dtype", dtype))
         derived: Any = {"head_dim": head_dim, "v_head_dim": v_head_dim, "format": format}
-        pool = cls(array, values, 1, array.shape[0], layout, **derived)
+        pool = cls(array, values, 1, array.shape[0], _check_layout(layout), **derived)
         pool.check_arrays()
         scales = _make_scales(pool.format, 1, pool.num_kv_heads, k_scale=k_scale, v_scale=v_scale)
         return dataclasses.replace(pool, **scales)
@@ -172,18 +188,25 @@ class KVPool(PagedPool):
         return Placement(self.num_layers, self.num_pages, self.page_size, self.page_stride, self.layer_stride)
 
     @property
-    def head_axis(self) -> int | None:
-        return 1 if self.layout == "hnd" else None
+    def axes(self) -> tuple[Axes, ...]:
+        k, *v = (axes for axes, _ in LAYOUTS.get(self.layout, LAYOUTS["nhd"]))  # ``check`` refuses unknown ones
+        return k, *(v or [k])
 
     @property
     def page_size(self) -> int:
         """Tokens per page, P."""
-        return self.k.shape[2 if self.layout == "hnd" else 1]
+        return self.axes[0].page_size(self.k.shape)
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads K."""
-        return self.k.shape[1 if self.layout == "hnd" else 2]
+        return self.k.shape[self.axes[0].of_heads]
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Elements per row and head of each array."""
+        arrays = (array for array in (self.k, self.v) if array is not None)  # which may be abstract
+        return tuple(axes.row_width(array.shape) for axes, array in zip(self.axes, arrays, strict=False))
 
     @property
     def row_bytes(self) -> int:
@@ -209,15 +232,17 @@ class KVPool(PagedPool):
 
     def check_arrays(self) -> None:
         """Does the checks of ``check`` that concern the arrays of pages."""
-        axes = {"nhd": "[pages, P, K, D]", "hnd": "[pages, K, P, D]", "interleaved": "[pages, P, K, 2, D]"}
-        axes = axes[_check_layout(self.layout)]
+        orders = LAYOUTS[_check_layout(self.layout)]
         if (self.v is None) != (self.layout == "interleaved"):
             raise ValueError(f"layout={self.layout!r} with {len(self.arrays)} array(s): only 'interleaved' has one")
-        for name, array in zip(("pool.k", "pool.v"), self.arrays, strict=False):
+        for name, array, (axes, words) in zip(("pool.k", "pool.v"), self.arrays, orders, strict=False):
             check_array(name, array)
-            if array.ndim != axes.count(",") + 1 or (self.v is None and array.shape[3] != 2):
-                raise ValueError(f"{name} has shape {array.shape}, must be {axes}")
-            if array.shape[:3] != self.k.shape[:3] or array.dtype != self.k.dtype:
+            if array.ndim != words.count(",") + 1 or (self.v is None and array.shape[3] != 2):
+                raise ValueError(f"{name} has shape {array.shape}, must be {words}")
+            if self.layout == "shuffled":
+                self._check_shuffled(name, array, words)
+            sizes = (array.shape[0], axes.page_size(array.shape), array.shape[axes.of_heads], array.dtype)
+            if sizes != (self.k.shape[0], self.page_size, self.num_kv_heads, self.k.dtype):
                 raise ValueError(
                     f"{name} is {array.dtype}{list(array.shape)}, must be as pool.k, {self.k.dtype}{list(self.k.shape)}"
                 )
@@ -234,9 +259,16 @@ class KVPool(PagedPool):
         widths = self.format.widths(
             check_integer("head_dim", self.head_dim, 1), check_integer("v_head_dim", self.v_head_dim, 1)
         )
-        for name, width, array in zip(("head_dim", "v_head_dim"), widths, (self.k, self.arrays[-1]), strict=True):
-            if width > array.shape[-1]:
-                raise ValueError(f"{name}={getattr(self, name)} must be at most {array.shape[-1]}, the pool's row")
+        stored = self.row_widths[0], self.row_widths[-1]
+        for name, width, most in zip(("head_dim", "v_head_dim"), widths, stored, strict=True):
+            if width > most:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {most}, the pool's row")
+
+    def _check_shuffled(self, name, array, words):
+        group = GROUP_BYTES // array.dtype.itemsize
+        if array.shape[-1] != group:
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, must be {words} with X = {group}")
+        _check_groups(group, self.page_size, self.head_dim)
 
     def check_spec(self, spec: GQASpec) -> None:
         """Raises ValueError unless heads and channels are those of ``spec``."""
@@ -316,11 +348,11 @@ def write_kv(
     layer = pool.placement.check_layer(layer)
     for field, first, rows in pool.encode(k, v, layer):
         array = getattr(pool, field)
-        joined = array.reshape(*array.shape[:3], -1)  # one row per head: key, then value
-        head_axis = pool.head_axis
-        if head_axis is None and rows.shape[2] < joined.shape[3]:
-            head_axis = 2
-        joined = pool.placement.scatter(joined, rows, slots, layer, first=first, head_axis=head_axis)
+        joined = array.reshape(*array.shape[:3], -1) if pool.v is None else array  # one row per head: key, then value
+        axes = pool.axes[pool.PAGED.index(field)]
+        if axes is Axes.TOKENS and rows.shape[2] < joined.shape[3]:
+            axes = Axes.TOKENS_HEADS
+        joined = pool.placement.scatter(joined, rows, slots, layer, first=first, axes=axes)
         pool = dataclasses.replace(pool, **{field: joined.reshape(array.shape)})
     return pool
 
@@ -342,14 +374,22 @@ def read_kv(
     pool.check()
     check_out_dtype(dtype, "dtype")
     pages, offsets = pool.placement.locate_reads(page_table, starts, num_tokens, layer)
-    rows = (array[row_index(array, pages, offsets, pool.head_axis)] for array in pool.arrays)
+    rows = (read_rows(array, pages, offsets, axes) for array, axes in zip(pool.arrays, pool.axes, strict=False))
     return pool.decode(*rows, layer=layer, dtype=dtype)
 
 
 def _check_layout(layout: str) -> str:
-    if layout not in LAYOUTS:
+    if layout not in tuple(LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     return layout
+
+
+def _check_groups(group: int, page_size: int, head_dim: int) -> None:
+    if page_size % group or head_dim % group:
+        raise ValueError(
+            f"layout='shuffled' with page_size={page_size}, head_dim={head_dim}: must be multiples of {group}, the "
+            f"elements of {GROUP_BYTES} bytes"
+        )
 
 
 def _make_scales(format: RowFormat, num_layers: int, heads: int, **scales) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-import functools
+import enum
 import math
 from typing import ClassVar
 
@@ -12,9 +12,54 @@ from jaxtyping import Array, Bool, Int, Shaped
 from mla_attn.checks import INT32_MAX, as_int32, check_index, check_integer
 
 
+class Axes(enum.Enum):
+    """The axes of an array of pages, each of P tokens. X is the size of the last axis of arrays that have groups.
+
+    TOKENS indexes whole rows, of one head or all. The others have a row per head; all write to an array in place.
+    """
+
+    TOKENS = "pages, P, ..."
+    TOKENS_HEADS = "pages, P, heads, row"
+    HEADS_TOKENS = "pages, heads, P, row"
+    CHANNEL_GROUPS = "pages, heads, row / X, P, X"
+    TOKEN_GROUPS = "pages, heads, P / X, row, X"
+
+    @property
+    def of_tokens(self) -> int:
+        """The axis of tokens, or of their groups."""
+        return {Axes.TOKENS: 1, Axes.TOKENS_HEADS: 1, Axes.CHANNEL_GROUPS: 3}.get(self, 2)
+
+    @property
+    def of_heads(self) -> int:
+        """The axis of heads; of TOKENS the one after P."""
+        return 2 if self.of_tokens == 1 else 1
+
+    def page_size(self, shape: tuple[int, ...]) -> int:
+        """Tokens P per page of an array of this shape."""
+        return shape[self.of_tokens] * (shape[-1] if self is Axes.TOKEN_GROUPS else 1)
+
+    def row_width(self, shape: tuple[int, ...]) -> int:
+        """Elements per row of an array of this shape; of TOKENS those of the last axis."""
+        if self is Axes.CHANNEL_GROUPS:
+            return math.prod((*shape[2:3], *shape[4:5]))  # of a shape of another rank too, which is refused later
+        return math.prod(shape[3:4]) if self is Axes.TOKEN_GROUPS else shape[-1]
+
+    def tokens_first(self, pages: Shaped[Array, "lanes ..."]) -> Shaped[Array, "lanes tokens ..."]:
+        """Rows [lanes, tokens, ...] of pages, which have this order and any number of tokens."""
+        if self is Axes.HEADS_TOKENS:
+            return pages.swapaxes(1, 2)
+        if self is Axes.CHANNEL_GROUPS:
+            pages = pages.transpose(0, 3, 1, 2, 4)
+            return pages.reshape(*pages.shape[:3], -1)
+        if self is Axes.TOKEN_GROUPS:
+            pages = pages.transpose(0, 2, 4, 1, 3)
+            return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
+        return pages
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Layers, pages and strides of arrays ``[pages, P, ...]`` or ``[pages, heads, P, ...]``, with one row per token.
+    """Layers, pages and strides of arrays of pages in any order of ``Axes``, with one row per token.
 
     A *slot* is ``page * P + offset`` within a layer, in ``[0, N * P)``. Page p of layer l is the *physical page*
     ``p * page_stride + l * layer_stride``, an index of the first axis.
@@ -121,13 +166,13 @@ class Placement:
         layer: int | Int[Array, "..."],
         *,
         first: int = 0,
-        head_axis: int | None = None,
+        axes: Axes = Axes.TOKENS,
     ) -> Shaped[Array, "pages ..."]:
         """Writes ``rows`` at ``slots`` of ``layer`` and returns the array; in place when ``array`` is donated.
 
-        Rows narrower than the array's are written from element ``first`` on of the axis after P, or after P and heads
-        if ``head_axis`` is given (see ``row_index``); the other elements keep their values. A slot or layer that does
-        not exist writes nothing.
+        Rows are [*slots, ...], or [*slots, heads, width] of other axes than TOKENS. Those narrower than the array's are
+        written from element ``first`` on (0 where there are groups); the other elements keep their values. A slot or
+        layer that does not exist writes nothing.
         """
         # A negative index would wrap to the end of the pool before mode="drop" sees it, and a slot past its layer would
         # land in the next layer. Both become the first index that does not exist, as do all slots of a layer that does
@@ -136,9 +181,11 @@ class Placement:
         written = self.inside(slots) & (layer >= 0) & (layer < self.num_layers)
         pages = self.physical_pages(jnp.where(written, slots // self.page_size, 0), layer)
         pages = jnp.where(written, pages, array.shape[0])
-        elements = slice(first, first + rows.shape[slots.ndim + (head_axis is not None)])
-        index = row_index(array, pages, slots % self.page_size, head_axis)
-        return array.at[(*index, elements)].set(rows, mode="drop")
+        if axes is Axes.CHANNEL_GROUPS:
+            rows = rows.reshape(*rows.shape[:-1], -1, array.shape[-1])
+        elements = slice(first, first + rows.shape[slots.ndim + (axes is not Axes.TOKENS)])
+        index = _row_index(array, pages, slots % self.page_size, axes, elements)
+        return array.at[index].set(rows, mode="drop")
 
     def move(
         self,
@@ -146,7 +193,7 @@ class Placement:
         src: Int[Array, "n"],
         dst: Int[Array, "n"],
         *,
-        head_axis: int | None = None,
+        axes: Axes = Axes.TOKENS,
     ) -> Shaped[Array, "pages ..."]:
         """Copies the rows at ``src`` to ``dst`` in every layer; all reads happen before all writes.
 
@@ -157,8 +204,8 @@ class Placement:
         layers = jnp.arange(self.num_layers, dtype=jnp.int32)[:, None]
         src, dst = (jnp.broadcast_to(slots, (self.num_layers, *slots.shape)) for slots in (src, dst))
         pages = self.physical_pages(src // self.page_size, layers)
-        rows = array[row_index(array, pages, src % self.page_size, head_axis)]
-        return self.scatter(array, rows, dst, layers, head_axis=head_axis)
+        rows = read_rows(array, pages, src % self.page_size, axes)
+        return self.scatter(array, rows, dst, layers, axes=axes)
 
 
 def check_slots(slots: Int[Array, "T"]) -> Int[Array, "T"]:
@@ -169,20 +216,31 @@ def check_slots(slots: Int[Array, "T"]) -> Int[Array, "T"]:
     return slots
 
 
-def row_index(
-    array: Shaped[Array, "pages ..."], pages: Int[Array, "*n"], offsets: Int[Array, "*n"], head_axis: int | None = None
-) -> tuple[Array, ...]:
-    """Index of the rows at ``offsets`` of physical pages.
+def read_rows(
+    array: Shaped[Array, "pages ..."], pages: Int[Array, "*n"], offsets: Int[Array, "*n"], axes: Axes = Axes.TOKENS
+) -> Shaped[Array, "..."]:
+    """The rows at ``offsets`` of physical pages: [*n, ...], or [*n, heads, row] of other axes than TOKENS."""
+    rows = array[_row_index(array, pages, offsets, axes, slice(None))]
+    return rows.reshape(*rows.shape[:-2], -1) if axes is Axes.CHANNEL_GROUPS else rows
 
-    ``head_axis`` None indexes whole rows of an array [pages, P, ...] and gives [*n, ...]. With 2 (arrays [pages, P,
-    heads, ...]) or 1 (arrays [pages, heads, P, ...]) the heads are indexed too, which gives [*n, heads, ...]: all
-    indexed axes then come first, and XLA scatters into the array without transposing it.
+
+def _row_index(array, pages, offsets, axes, elements: slice) -> tuple[Array | slice, ...]:
+    """Index of ``elements`` of rows, which are groups of X of a row in CHANNEL_GROUPS.
+
+    The heads are indexed too: XLA then scatters rows of heads into the array without transposing it.
     """
-    if head_axis is None:
-        return pages, offsets
-    heads = jnp.arange(array.shape[head_axis], dtype=jnp.int32).reshape(*(1,) * pages.ndim, -1)
+    if axes is Axes.TOKENS:
+        return pages, offsets, elements
+    heads = jnp.arange(array.shape[axes.of_heads], dtype=jnp.int32).reshape(*(1,) * pages.ndim, -1)
     pages, offsets = pages[..., None], offsets[..., None]
-    return (pages, heads, offsets) if head_axis == 1 else (pages, offsets, heads)
+    if axes is Axes.TOKENS_HEADS:
+        return pages, offsets, heads, elements
+    if axes is Axes.HEADS_TOKENS:
+        return pages, heads, offsets, elements
+    if axes is Axes.CHANNEL_GROUPS:
+        return pages, heads, elements, offsets
+    group = array.shape[-1]
+    return pages, heads, offsets // group, elements, offsets % group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,9 +259,9 @@ class PagedPool(abc.ABC):
         """Memory layout of the rows."""
 
     @property
-    def head_axis(self) -> int | None:
-        """1 if pages are [heads, P, ...], None if they are [P, ...]."""
-        return None
+    def axes(self) -> tuple[Axes, ...]:
+        """Axes of each array of ``PAGED``."""
+        return (Axes.TOKENS,) * len(self.PAGED)
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -228,6 +286,9 @@ def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array,
     src, dst = as_int32("src", src), as_int32("dst", dst)
     if src.ndim != 1 or src.shape != dst.shape:
         raise ValueError(f"src has shape {src.shape} and dst {dst.shape}: they must be equal, [n]")
-    arrays = {name: array for name in pool.PAGED if (array := getattr(pool, name)) is not None}
-    move = functools.partial(pool.placement.move, src=src, dst=dst, head_axis=pool.head_axis)
-    return dataclasses.replace(pool, **{name: move(array) for name, array in arrays.items()})
+    moved = {
+        name: pool.placement.move(array, src, dst, axes=axes)
+        for name, axes in zip(pool.PAGED, pool.axes, strict=True)
+        if (array := getattr(pool, name)) is not None
+    }
+    return dataclasses.replace(pool, **moved)

@@ -131,6 +131,7 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
         "H200: 128 heads over 1": (H200, {"num_heads": 128, "num_kv_heads": 1}),
         "H200: head_dim 96": (H200, {"head_dim": 96}),
         "H200: hnd, page size 1": (H200, {"layout": "hnd", "page_size": 1}),
+        "H200: shuffled": (H200, {"layout": "shuffled"}),
         "H200: cross attention": (H200, {"max_q_len": 64, "causal": False}),
         "H200: decode, float8_e4m3fn": (H200, {"dtype": "float8_e4m3fn"}),
         "H200: decode, float8_e5m2": (H200, {"dtype": "float8_e5m2"}),

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import float8
 import helpers
+from layouts import group_size
 from mla_attn.dispatch import Implementation, current_device
 from mla_attn.ops import gqa, gqa_attention, mla, mla_attention
 
@@ -81,9 +82,11 @@ class Case:
         windows = [w for w in (1, 5, 12, 64) if not tree or w >= columns]
         caches = [None, None, *float8.CACHES] if not kv_heads and widths[0] % 128 == 0 else [None, *float8.LARGEST]
         cache = caches[rng.integers(len(caches))]
+        group = group_size(dtype if cache is None else "uint8")
+        shuffled = ["shuffled"] * (page_size % group == widths[0] % group == 0)
         return cls(
             kv_heads=kv_heads,
-            pool_layout=str(rng.choice(["nhd", "hnd", "interleaved"])),
+            pool_layout=str(rng.choice(["nhd", "hnd", "interleaved", *shuffled])),
             sinks=bool(rng.random() < 0.25),
             batch=int(rng.integers(1, 7)),
             max_q_len=max_q_len,

@@ -13,6 +13,7 @@ from mla_attn.pallas_kernels.tree_words import tree_words
 from mla_attn.pallas_kernels.work_list import TILE, TILE_ROWS, sound_requests
 
 _DTYPES = ("bfloat16", "float16")
+_LAYOUTS = ("nhd", "hnd", "interleaved")
 _DIMS = (64, 128, 256)
 _ROW_ELEMENTS = 8  # copies begin at multiples of 16 bytes, 8 elements
 _WIDE = 256  # channels of a key and its value together, above which two KV heads leave no room for stages
@@ -27,6 +28,8 @@ def supports(call, device: Device) -> str | None:
         return f"a {call.format.name} pool: must be {' or '.join(_DTYPES)}"
     if call.skip:
         return "skip_threshold: must be None"
+    if call.layout not in _LAYOUTS:
+        return f"layout={call.layout!r}: must be {', '.join(_LAYOUTS)}"
     if call.q_dtype == jnp.float8_e4m3fn:
         return "float8_e4m3fn queries: must be of at least 16 bits"
     for name in ("head_dim", "v_head_dim"):

@@ -54,8 +54,7 @@ class GQACall(PagedCall):
         """
         flags = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant, "skip": skip}
         facts = facts_of(pool, spec, max_q_len=max_q_len, q_dtype=q_dtype, **flags)
-        widths = tuple(array.shape[-1] for array in (pool.k, pool.v) if array is not None)
-        return cls(**facts, layout=pool.layout, row_widths=widths)
+        return cls(**facts, layout=pool.layout, row_widths=pool.row_widths)
 
 
 IMPLEMENTATIONS = (

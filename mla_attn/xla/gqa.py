@@ -15,9 +15,9 @@ def gqa_attention(
     rules = Rules(spec.scale, causal, spec.window, spec.soft_cap, tree_mask, sinks, skip_threshold)
 
     def read(physical):
-        if pool.layout == "hnd":
-            return pool.operands(*(take_pages(x, physical, 2).swapaxes(1, 2) for x in pool.arrays), dtype=dtype)
-        return pool.operands(*(take_pages(x, physical) for x in pool.arrays), dtype=dtype)
+        arrays = zip(pool.arrays, pool.axes, strict=False)
+        pages = (axes.tokens_first(take_pages(x, physical, axes.of_tokens)) for x, axes in arrays)
+        return pool.operands(*pages, dtype=dtype)
 
     scales = pool.scales_of(layer)
     k_scale, v_scale = (None, None) if scales is None else (_of_query_heads(x, spec) for x in scales)

@@ -65,8 +65,7 @@ def paged_attention(
 
 
 def take_pages(array, physical, token_axis: int = 1):
-    """Gathers pages [lanes, n] of an array and joins each lane's: [lanes, n * P, ...], or with tokens on axis 2
-    [lanes, K, n * P, ...]."""
+    """Gathers pages [lanes, n] of an array and joins each lane's along the axis of tokens: [lanes, ..., n * P, ...]."""
     lanes, pages = physical.shape
     if lanes == 1 and pages <= 16:
         return jnp.concatenate([lax.dynamic_index_in_dim(array, p) for p in physical[0]], axis=token_axis)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from layouts import LAYOUTS, rows_of
 from mla_attn.cache import KVPool, LatentPool, move_rows, read_kv, read_latent, write_kv, write_latent
 from mla_attn.specs import GQASpec, MLASpec
 
@@ -17,6 +18,8 @@ SLOTS = PAGES * PAGE
 SPEC = MLASpec(num_heads=2, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, scale=1.0)
 KV_SPEC = GQASpec(num_heads=4, num_kv_heads=HEADS, head_dim=5, v_head_dim=3, scale=1.0)
 SIZES = {"num_layers": LAYERS, "num_pages": PAGES, "page_size": PAGE}
+# What every layout can have: 16 bytes are of 16 tokens or channels of the shuffled one.
+KV_SIZES = {**SIZES, "page_size": 16, "spec": dataclasses.replace(KV_SPEC, head_dim=16)}
 SCALES = np.asarray([0.02, 3.1], np.float32)  # by layer
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 FLOAT8 = tuple(LARGEST)
@@ -158,29 +161,26 @@ def test_latent_rows(row_format):
     assert np.asarray(moved.data).tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize("layout", ["nhd", "hnd", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @every_float8
 def test_keys_and_values(dtype, layout):
     """With scales of their own, of each layer and head; what lies beside short values keeps its bytes."""
     k_scale, v_scale = np.asarray([[0.02, 3.1], [0.5, 1.7]], np.float32), np.asarray([0.3, 0.05], np.float32)
     scales = {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
-    pool = filled(KVPool.create(**SIZES, spec=KV_SPEC, dtype=dtype, layout=layout, **scales))
-    k, v, slots = random(4, 4, HEADS, 5), random(5, 4, HEADS, 3), [14, -1, 0, SLOTS]
-    arrays = [np.array(x) for x in pool.arrays]
-    if layout == "interleaved":
-        want_k, want_v = arrays[0][:, :, :, 0], arrays[0][:, :, :, 1, :3]
-    else:
-        want_k, want_v = (x.swapaxes(1, 2) if layout == "hnd" else x for x in arrays)
+    pool = filled(KVPool.create(**KV_SIZES, dtype=dtype, layout=layout, **scales))
+    k, v, count = random(4, 4, HEADS, 16), random(5, 4, HEADS, 3), PAGES * 16
     for layer in range(LAYERS):
-        pool = write_heads(pool, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots), np.int32(layer))
-        for t, slot in ((0, 14), (2, 0)):
-            at = layer * PAGES + slot // PAGE, slot % PAGE
+        want = rows_of(layout, pool.arrays)
+        want_k, want_v = want[0], want[1][..., :3]
+        pool = write_heads(pool, jnp.asarray(k), jnp.asarray(v), jnp.asarray([62, -1, 0, count]), np.int32(layer))
+        for t, slot in ((0, 62), (2, 0)):
+            at = layer * PAGES + slot // 16, slot % 16
             want_k[at] = stored(k[t], k_scale[layer][:, None], dtype)
             want_v[at] = stored(v[t], v_scale[layer], dtype)
-        assert [np.asarray(x).tobytes() for x in pool.arrays] == [x.tobytes() for x in arrays]
-        got_k, got_v = read_kv(pool, TABLE, ZERO, SLOTS, layer=layer, dtype=jnp.float32)
+        assert [x.tobytes() for x in rows_of(layout, pool.arrays)] == [x.tobytes() for x in want]
+        got_k, got_v = read_kv(pool, TABLE, ZERO, count, layer=layer, dtype=jnp.float32)
         pages = slice(layer * PAGES, (layer + 1) * PAGES)
-        codes_k, codes_v = (x[pages].reshape(SLOTS, HEADS, -1) for x in (want_k, want_v))
+        codes_k, codes_v = (x[pages].reshape(count, HEADS, -1) for x in (want_k, want_v))
         np.testing.assert_array_equal(got_k[0], numbers(np.ascontiguousarray(codes_k), dtype) * k_scale[layer][:, None])
         np.testing.assert_array_equal(got_v[0], numbers(np.ascontiguousarray(codes_v), dtype) * v_scale[layer])
         assert [x.dtype for x in read_kv(pool, TABLE, ZERO, 1, layer=layer)] == [jnp.bfloat16] * 2
@@ -258,19 +258,19 @@ def large_pools():
     yield LatentPool.create(
         num_layers=1, num_pages=LARGE, page_size=PAGE, spec=SPEC, dtype=FLOAT8[0], row_format="blocks"
     )
-    for layout in ("nhd", "hnd", "interleaved"):
-        yield KVPool.create(num_layers=1, num_pages=LARGE, page_size=PAGE, spec=KV_SPEC, dtype=FLOAT8[1], layout=layout)
+    for layout in LAYOUTS:
+        yield KVPool.create(**{**KV_SIZES, "num_layers": 1, "num_pages": LARGE // 4}, dtype=FLOAT8[1], layout=layout)
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(2 + len(LAYOUTS)))
 def test_c22_written_in_place(number):
     """Of a large pool; scattering into an array of float8 would take twice its bytes of scratch."""
     pool = jax.eval_shape(lambda: list(large_pools())[number])
-    of_tokens = (LARGE, PAGE, HEADS) if isinstance(pool, KVPool) else ()
-    shapes = [(4, HEADS, 5), (4, HEADS, 3)] if of_tokens else [(4, RANK), (4, ROPE)]
+    of_heads = isinstance(pool, KVPool)
+    shapes = [(4, HEADS, 16), (4, HEADS, 3)] if of_heads else [(4, RANK), (4, ROPE)]
     rows = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     slots = jax.ShapeDtypeStruct((4,), jnp.int32)
-    call = write_kv if of_tokens else write_latent
+    call = write_kv if of_heads else write_latent
     for program, arguments in ((call, (*rows, slots)), (move_rows, (slots, slots))):
         compiled = jax.jit(program, donate_argnums=0, keep_unused=True).lower(pool, *arguments).compile()
         memory = compiled.memory_analysis()

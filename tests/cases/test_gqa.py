@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import helpers
+from layouts import LAYOUTS
 from mla_attn import metadata as build
 from mla_attn import steps
 from mla_attn.buckets import backend_compiles
@@ -26,7 +27,7 @@ def ints(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-@pytest.mark.parametrize("layout", ["nhd", "hnd", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_c07_no_index_of_elements(layout):
     """Of a pool of more than 2 ** 32 elements the programs see nothing whose indices would need more than 32 bits, and
     the step that is given it writes in place (C22)."""

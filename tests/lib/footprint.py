@@ -195,6 +195,8 @@ PROGRAMS: dict[str, tuple[Callable, Callable[[Sizes], tuple]]] = {
         f"gqa_{mode}": (_gqa_step(mode), functools.partial(_grouped, mode))
         for mode in ("decode", "target_verify", "prefill")
     },
+    "shuffled_decode": (_gqa_step("decode"), functools.partial(_grouped, "decode")),
+    "shuffled_moves": (_jitted(_move), _moves),
     "write_kv": (_jitted(_write_kv), functools.partial(_grouped, "target_verify")),
     "write_latent": (_jitted(_write), functools.partial(_absorbed, "target_verify")),
     "move_rows": (_jitted(_move), _moves),
@@ -202,7 +204,8 @@ PROGRAMS: dict[str, tuple[Callable, Callable[[Sizes], tuple]]] = {
     "loop_layers": (_jitted(_loop_layers), functools.partial(_absorbed, "target_verify")),
 }
 
-GQA_PROGRAMS = ("gqa_decode", "gqa_target_verify", "gqa_prefill", "write_kv")
+SHUFFLED_PROGRAMS = ("shuffled_decode", "shuffled_moves")
+GQA_PROGRAMS = ("gqa_decode", "gqa_target_verify", "gqa_prefill", "write_kv", *SHUFFLED_PROGRAMS)
 
 # Programs of the CPU alone: batch invariance in plain JAX is not promised elsewhere.
 CPU_PROGRAMS = PROGRAMS | {
@@ -263,7 +266,7 @@ def _arguments(name: str, sizes: Sizes) -> tuple:
     facts = {"num_layers": LAYERS, "num_pages": sizes.num_pages, "page_size": sizes.page_size}
     facts["dtype"] = sizes.pool_dtype
     if name in GQA_PROGRAMS:
-        pool = KVPool.create(**facts, spec=GQA)
+        pool = KVPool.create(**facts, spec=GQA, layout="shuffled" if name in SHUFFLED_PROGRAMS else "nhd")
     else:
         pool = LatentPool.create(**facts, spec=SPEC, row_format=sizes.row_format or "plain")
     return pool, jnp.int32(1), *_ALL[name][1](sizes)

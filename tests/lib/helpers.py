@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import float8
+import layouts
 import oracle
 from mla_attn.cache import KVPool, LatentPool
 from mla_attn.cache.formats import FORMATS, operand_dtype
@@ -91,10 +92,8 @@ class KVBatch:
     def expected(self, *, layer=None, causal=True, tree_mask=None, sinks=None):
         """``(out [T, H, V], lse [T, H], largest visible |v| [T, H])`` of the float64 oracle."""
         pool, layer = self.pool, self.layer if layer is None else layer
-        rows = [x.swapaxes(1, 2) if pool.layout == "hnd" else x for x in pool.arrays]
         pages = np.arange(pool.num_pages) * pool.page_stride + layer * pool.layer_stride
-        rows = [np.asarray(x)[pages] for x in rows]
-        k, v = (rows[0][..., 0, :], rows[0][..., 1, :]) if pool.layout == "interleaved" else rows
+        k, v = layouts.rows_of(pool.layout, (x[pages] for x in pool.arrays))
         k, v = k[..., : pool.head_dim], v[..., : pool.v_head_dim]
         if _is_float8(pool):
             scales = (
@@ -120,41 +119,36 @@ def kv_batch(
     rules = {"scale": scale, "window": latent.spec.window, "soft_cap": latent.spec.soft_cap}
     spec = GQASpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, **rules)
     pool, data = latent.pool, latent.pool.data
-    k = data[..., :width].reshape(*data.shape[:2], kv_heads, head_dim)
-    v = data[..., width:].reshape(*data.shape[:2], kv_heads, v_dim)
-    if pool_layout == "hnd":
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    elif pool_layout == "interleaved":  # in rows of others, wider than they need be
-        wide = jnp.full((*k.shape[:3], max(head_dim, v_dim) + 8), jnp.nan, dtype=k.dtype)
-        k, v = (wide.at[..., : x.shape[-1]].set(x) for x in (k, v))
-        k, v = jnp.stack([k, v], axis=3), None
-    static = (pool_layout, head_dim, v_dim, pool.page_stride, pool.layer_stride)
-    kv_pool = KVPool(k, v, pool.num_layers, pool.num_pages, *static)
+    k = np.asarray(data[..., :width]).reshape(*data.shape[:2], kv_heads, head_dim)
+    v = np.asarray(data[..., width:]).reshape(*data.shape[:2], kv_heads, v_dim)
+    stored = {}
     if cache is not None:
-        kv_pool = _float8_pool(kv_pool, cache)
+        k, v, stored = _in_float8(pool, k, v, cache)
+    if pool_layout == "interleaved":  # in rows of others, wider than they need be
+        k, v = (_widened(x, max(head_dim, v_dim) + 8) for x in (k, v))
+    k, v = (*map(jnp.asarray, layouts.arrays_of(pool_layout, k, v)), None)[:2]
+    static = (pool_layout, head_dim, v_dim, pool.page_stride, pool.layer_stride)
+    kv_pool = KVPool(k, v, pool.num_layers, pool.num_pages, *static, **stored)
     return KVBatch(spec, kv_pool, latent.metadata, latent.q_latent[..., :head_dim], latent.layer)
 
 
-def _float8_pool(pool, cache):
-    """A pool of keys and values with its numbers in float8."""
+def _widened(x, width):
+    """Rows with NaN beside them."""
+    wide = np.full((*x.shape[:3], width), 0x7F if x.dtype == np.uint8 else np.nan, x.dtype)
+    wide[..., : x.shape[-1]] = x
+    return wide
+
+
+def _in_float8(pool, k, v, cache):
+    """Rows [pages, P, K, width] in the bytes of float8 numbers, and the fields of a pool that say so."""
     by_layer = float8.layer_scales(pool.num_layers)
-    k_scale = by_layer[:, None] * np.linspace(1, 0.6, pool.num_kv_heads, dtype=np.float32)
+    k_scale = by_layer[:, None] * np.linspace(1, 0.6, k.shape[2], dtype=np.float32)
     v_scale = float8.layer_scales(pool.num_layers, seed=1)
-    v_by_head = np.broadcast_to(v_scale[:, None], k_scale.shape)
-    layers = _layers_of_pages(len(pool.k), pool.num_layers, pool.num_pages, pool.page_stride, pool.layer_stride)
-
-    def stored(x, scale):  # of each page [pages, K], of pages [pages, P, K, D] or [pages, K, P, D]
-        scale = scale[layers][:, :, None, None] if pool.layout == "hnd" else scale[layers][:, None, :, None]
-        with np.errstate(over="ignore"):
-            return float8.codes(np.asarray(x, np.float32) / scale, cache)
-
-    if pool.layout == "interleaved":
-        k, v = stored(pool.k[:, :, :, 0], k_scale), stored(pool.k[:, :, :, 1], v_by_head)
-        k, v = jnp.asarray(np.stack([k, v], axis=3)), None
-    else:
-        k, v = jnp.asarray(stored(pool.k, k_scale)), jnp.asarray(stored(pool.v, v_by_head))
-    scales = {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
-    return dataclasses.replace(pool, k=k, v=v, format=FORMATS[cache], **scales)
+    layers = _layers_of_pages(len(k), pool.num_layers, pool.num_pages, pool.page_stride, pool.layer_stride)
+    with np.errstate(over="ignore"):
+        k = float8.codes(np.asarray(k, np.float32) / k_scale[layers][:, None, :, None], cache)
+        v = float8.codes(np.asarray(v, np.float32) / v_scale[layers][:, None, None, None], cache)
+    return k, v, {"format": FORMATS[cache], "k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
 
 
 def _layers_of_pages(size, num_layers, num_pages, page_stride, layer_stride):

@@ -58,16 +58,22 @@ class GQATests(
 
     layouts: tuple[str, ...] | None = None  # supported; None for any
 
-    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved"])
+    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved", "shuffled"])
     def test_layouts(self, pool_layout):
         """Of page strides too, and in rows wider than D and V, with NaN beside them."""
-        sizes = {"pool_layout": pool_layout, "page_stride": 5, "layer_stride": 2}
-        self.check(self.batch(33, **sizes), layer=2, served=supported(pool_layout, self.layouts) and self.strides)
+        sizes = {"page_stride": 5, "layer_stride": 2}
+        served = supported(pool_layout, self.layouts) and self.strides
+        self.check(self.laid_out(33, pool_layout, **sizes), layer=2, served=served)
 
-    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved"])
+    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved", "shuffled"])
     def test_float8_layouts(self, pool_layout):
         served = supported(pool_layout, self.layouts) and supported("float8_e5m2", self.cache_dtypes)
-        self.check(self.batch(36, pool_layout=pool_layout, cache="float8_e5m2"), layer=2, served=served)
+        self.check(self.laid_out(36, pool_layout, cache="float8_e5m2"), layer=2, served=served)
+
+    def laid_out(self, seed, pool_layout, **sizes):
+        """A batch in pages that the layout can have: in the shuffled one of 16 tokens, as many as 16 bytes hold."""
+        pages = {"page_size": 16} if pool_layout == "shuffled" else {}
+        return self.batch(seed, **sizes, **pages, pool_layout=pool_layout)
 
     def test_float16(self):
         self.check(self.batch(34, dtype="float16"), served=supported("float16", self.dtypes))

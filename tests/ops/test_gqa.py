@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import helpers
+from layouts import LAYOUTS, arrays_of
 from mla_attn import metadata as build
 from mla_attn.cache import KVPool
 from mla_attn.ops import gqa, gqa_attention, ragged_attention
@@ -41,11 +42,55 @@ class TestXLA(GQATests):
             shrink(monkeypatch, gqa, block_keys=24, max_lanes=8 if request.node.name == "test_layouts[hnd]" else 1)
 
 
+class OneLayout(TestXLA):
+    """All of the contract over another layout than the first."""
+
+    test_layouts = test_float8_layouts = None
+
+
+@pytest.mark.slow
+class TestXLAHeads(OneLayout):
+    sizes: ClassVar[dict] = {**TestXLA.sizes, "pool_layout": "hnd"}
+
+
+@pytest.mark.slow
+class TestXLAInterleaved(OneLayout):
+    sizes: ClassVar[dict] = {**TestXLA.sizes, "pool_layout": "interleaved"}
+
+
+@pytest.mark.slow
+class TestXLAShuffled(OneLayout):
+    """In pages that float8 numbers can have too."""
+
+    sizes: ClassVar[dict] = {**TestXLA.sizes, "pool_layout": "shuffled", "page_size": 16}
+
+    @pytest.mark.parametrize("page_size, dtype", [(4, "float32"), (8, "bfloat16"), (48, "float32")])
+    def test_page_sizes(self, page_size, dtype):
+        super().test_page_sizes(page_size, dtype)
+
+
 @pytest.mark.slow
 class TestXLAFloat8(TestXLA):
     """All of the contract over a float8 cache: also what ``contract.Float8`` leaves to bfloat16 and float32 caches."""
 
     sizes: ClassVar[dict] = {**TestXLA.sizes, "cache": "float8_e5m2"}
+
+
+@both
+@pytest.mark.parametrize(
+    "rows, dtype, cache", [(6, "float32", None), (1, "bfloat16", None), (6, "bfloat16", "float8_e4m3fn")]
+)
+def test_layouts_differ_in_no_bit(implementation, rows, dtype, cache):
+    """Of the same rows in the same pages."""
+    sizes = {"page_size": 16, "head_dim": 64, "heads": 8, "kv_heads": 2, "dtype": jnp.dtype(dtype), "cache": cache}
+    lens = {"kv_lens": [0, 1, 63, 700], "q_lens": [1, 1, rows, rows], "max_q_len": rows}
+    found = {}
+    for layout in LAYOUTS:
+        batch = helpers.kv_batch(0, **sizes, **lens, pool_layout=layout)
+        call = functools.partial(gqa_attention, spec=batch.spec, implementation=implementation, return_lse=True)
+        attend = jax.jit(call, compiler_options=helpers.OPTIMIZED)
+        found[layout] = [np.asarray(x).tobytes() for x in attend(batch.q, batch.pool, batch.metadata)]
+    assert all(bits == found["nhd"] for bits in found.values()), [n for n in LAYOUTS if found[n] != found["nhd"]]
 
 
 def counting_pool(length, page_size=16, layout="nhd", pages=20):
@@ -54,10 +99,7 @@ def counting_pool(length, page_size=16, layout="nhd", pages=20):
     v[:length] = np.arange(length)[:, None, None]
     v = v.reshape(pages, page_size, 1, 4)
     k = np.where(np.isnan(v), v, 0)
-    if layout == "interleaved":
-        return KVPool.of(jnp.asarray(np.stack([k, v], axis=3)))
-    k, v = (x.swapaxes(1, 2) if layout == "hnd" else x for x in (k, v))
-    return KVPool.of(jnp.asarray(k), jnp.asarray(v), layout=layout)
+    return KVPool.of(*map(jnp.asarray, arrays_of(layout, k, v)), layout=layout)
 
 
 def table_of(pool):
@@ -84,7 +126,7 @@ def ints(*values):
 
 
 @both
-@pytest.mark.parametrize("layout", ["nhd", "hnd", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_c14_a_window_counts_the_row_itself(implementation, layout):
     """Of 300 keys the last 128; a sink of ln 128 weighs as much as these."""
     pool = counting_pool(300, layout=layout)

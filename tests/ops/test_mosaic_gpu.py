@@ -140,6 +140,7 @@ class TestGQA(GQATests):
     kernel = True
     sizes: ClassVar[dict] = {**GQATests.sizes, "head_dim": 128, "v_head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
     dtypes, cache_dtypes, float8_queries = ("bfloat16", "float16"), (), False
+    layouts = ("nhd", "hnd", "interleaved")
 
     @pytest.fixture(autouse=True)
     def hopper(self):
