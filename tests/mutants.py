@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant("half-split pairs of decoders turned as interleaved ones", DECODER, "rotate(each, *cos_sin, interleaved=False)", "rotate(each, *cos_sin, interleaved=True)", DECODED + "[llama3]"),
     Mutant("Gemma's scale from the head's width", DECODER_CONFIG, 'read.get("query_pre_attn_scalar", head_dim) ** -0.5', "head_dim**-0.5", DECODED + "[gemma2]"),
     Mutant("Gemma's factor of embeddings rounded", DECODER, "jnp.asarray(self.config.hidden_size**0.5, x.dtype)", "jnp.asarray(self.config.hidden_size**0.5, jnp.bfloat16).astype(x.dtype)", DECODED + "[gemma2]"),
-    Mutant("logits without their cap", DECODER, "capped(logits, self.config.logits_soft_cap)", "logits", DECODED + "[gemma2]"),
+    Mutant("logits without their cap", DECODER, "capped(super().logits(hidden), self.config.logits_soft_cap)", "super().logits(hidden)", DECODED + "[gemma2]"),
     Mutant("gates and ups as halves", "mla_attn/models/decoder_weights.py", "return tensor[..., 0::2], tensor[..., 1::2]", "return tuple(np.split(tensor, 2, axis=-1))", DECODED + "[gpt]"),
     Mutant("experts weighed among all", "mla_attn/models/moe.py", "weights = jax.nn.softmax(logits, axis=-1)", "weights = jnp.exp(logits - jax.nn.logsumexp(self.router.float32(x.astype(jnp.float32)), axis=-1, keepdims=True))", DECODED + "[gpt]"),
     Mutant("gates clamped below too", "mla_attn/models/moe.py", "gate = jnp.minimum(product(rows, self.gate_proj, self.gate_bias), self.limit)", "gate = jnp.clip(product(rows, self.gate_proj, self.gate_bias), -self.limit, self.limit)", DECODED + "[gpt]"),

@@ -6,11 +6,9 @@ rope. Layers with a window and layers without are two cache groups, "window" and
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -24,11 +22,10 @@ from mla_attn.models.base import (
     check_dtype,
     check_groups,
     check_step,
-    create_pools,
 )
-from mla_attn.models.cache_scales import CacheScales
+from mla_attn.models.causal import CausalModel
 from mla_attn.models.decoder_config import DecoderConfig
-from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, capped
+from mla_attn.models.layers import MLP, Linear, RMSNorm, capped
 from mla_attn.models.moe import ClampedMoE
 from mla_attn.models.rope import rotate, rotation
 from mla_attn.ops import plan_gqa
@@ -55,7 +52,7 @@ class Step:
         return getattr(steps, f"gqa_{self.mode}")(*arguments, **options, implementation=self.implementation)
 
 
-class DecoderForCausalLM(nnx.Module):
+class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
     """A decoder with its output head. It is a ``CausalLM`` with the cache groups "full" and "window", as far as it has
     such layers; a layer's index in its group is its index among the layers of that kind.
 
@@ -65,40 +62,13 @@ class DecoderForCausalLM(nnx.Module):
         rngs: stream ``params`` initialises the weights; ``load_checkpoint`` makes a model without running this.
     """
 
-    cache_scales: CacheScales | None = None  # of a float8 cache, from the checkpoint
     can_draft = False
     draft_refusal = "the model has no MTP layer to draft with: its family has none"
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         dtype = check_dtype(dtype)
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_hidden_layers)]
-        )
-        self.norm = _norm(config, config.hidden_size, dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.config.eos_token_ids
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.embed_tokens.embedding.dtype)
+        norm = _norm(config, config.hidden_size, dtype)
+        super().__init__(config, DecoderLayer, norm, dtype=dtype, rngs=rngs)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -122,10 +92,6 @@ class DecoderForCausalLM(nnx.Module):
         own = [scales for scales, group in zip(self.cache_scales, self._group_names, strict=True) if group == name]
         k_scale, v_scale = zip(*own, strict=True)
         return {"k_scale": k_scale, "v_scale": v_scale}
-
-    def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
-        """Creates an all-zero pool for each cache group; raises ValueError as ``KVPool.create`` does."""
-        return create_pools(self.cache_groups, num_pages=num_pages, page_size=page_size)
 
     def __call__(
         self,
@@ -182,10 +148,7 @@ class DecoderForCausalLM(nnx.Module):
         return self.norm(x), held
 
     def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
-        """Float32 logits of hidden states that ``__call__`` returned."""
-        tied = self.config.tie_word_embeddings
-        logits = self.embed_tokens.attend(hidden) if tied else self.lm_head.float32(hidden)
-        return capped(logits, self.config.logits_soft_cap)
+        return capped(super().logits(hidden), self.config.logits_soft_cap)
 
     def draft(self, *arguments, **options):
         """Raises ValueError: there is no draft layer."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -29,9 +28,8 @@ from mla_attn.models.base import (
     check_dtype,
     check_groups,
     check_step,
-    create_pools,
 )
-from mla_attn.models.cache_scales import CacheScales
+from mla_attn.models.causal import CausalModel
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weight
 from mla_attn.models.moe import MoE
@@ -64,7 +62,7 @@ class Step:
         return getattr(steps, "absorbed_extend" if absorbed_prompt else self.mode)
 
 
-class DeepseekForCausalLM(nnx.Module):
+class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
     """A decoder with its output head and, where the checkpoint has one, the draft (MTP) layer. It is a ``CausalLM``
     with one cache group, "full": the decoder layers, then the draft layer. If the pools have one more, "mtp", the draft
     layer is that pool's one layer instead.
@@ -76,40 +74,12 @@ class DeepseekForCausalLM(nnx.Module):
         draft_layer: False leaves out the draft layer that the config promises, for checkpoints without its weights.
     """
 
-    cache_scales: CacheScales | None = None  # of a float8 cache, from the checkpoint
-
     def __init__(self, config: DeepseekConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, draft_layer: bool = True):
         dtype = check_dtype(dtype)
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_hidden_layers)]
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        super().__init__(config, DecoderLayer, norm, dtype=dtype, rngs=rngs)
         if config.num_nextn_predict_layers and draft_layer:
             self.mtp = DraftLayer(config, dtype=dtype, rngs=rngs)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.config.eos_token_ids
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.embed_tokens.embedding.dtype)
 
     @property
     def can_draft(self) -> bool:
@@ -134,10 +104,6 @@ class DeepseekForCausalLM(nnx.Module):
         scales = {} if self.cache_scales is None else {"scale": tuple(k for k, _ in self.cache_scales)}
         facts = {"spec": self.attention_spec, "dtype": self.dtype, "scales": scales}
         return (CacheGroup(name=GROUP, num_layers=layers, draft_layers=int(self.can_draft), **facts),)
-
-    def create_pools(self, *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
-        """Creates an all-zero pool under "full"; raises ValueError as ``LatentPool.create`` does."""
-        return create_pools(self.cache_groups, num_pages=num_pages, page_size=page_size)
 
     def __call__(
         self,
@@ -178,12 +144,6 @@ class DeepseekForCausalLM(nnx.Module):
         for layer, block in enumerate(self.layers):
             x, pool = block(x, cos_sin, pool, m, step, layer=layer)
         return self.norm(x), {**pools, GROUP: pool}
-
-    def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
-        """Float32 logits of hidden states that ``__call__`` returned."""
-        if self.config.tie_word_embeddings:
-            return self.embed_tokens.attend(hidden)
-        return self.lm_head.float32(hidden)
 
     def draft(
         self,
