@@ -18,9 +18,11 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from mla_attn.checks import INT32_MAX, check_integer
+
+Pages = Sequence[int] | Int[np.ndarray, "n"]  # page ids
 
 
 class OutOfPages(RuntimeError):
@@ -139,7 +141,7 @@ class PageAllocator:
         self._requests[child] = _Request(row, full * self.page_size, found.first)
         return full * self.page_size
 
-    def adopt(self, request: Hashable, pages: Sequence[int]) -> None:
+    def adopt(self, request: Hashable, pages: Pages) -> None:
         """Adds a request that begins with ``pages``: full pages that already have a holder.
 
         Leading entries may be -1, for pages released below a window.
@@ -149,24 +151,22 @@ class PageAllocator:
         """
         self._check_new("request", request)
         length = len(pages) * self.page_size
-        first = next((i for i, page in enumerate(pages) if page != -1), len(pages))
+        there = np.flatnonzero(np.asarray(pages) != -1)
+        first = int(there[0]) if there.size else len(pages)
         pages = pages[first:]
         check_integer("len(pages)", len(pages), 0, self.table_width)
-        self._check_all_held(pages)
         row = np.full(self.table_width, -1, np.int32)
-        row[: len(pages)] = pages
+        row[: len(pages)] = self._held(pages)
         self._holders[row[: len(pages)]] += 1
         self._requests[request] = _Request(row, length, first)
 
-    def hold(self, *pages: int) -> None:
+    def hold(self, pages: Pages) -> None:
         """Adds a holder to each of some full pages, so that they outlive their requests; ValueError if one is free."""
-        self._check_all_held(pages)
-        self._holders[list(pages)] += 1  # ids are distinct, as those of every call here
+        self._holders[self._held(pages)] += 1  # ids are distinct, as those of every call here
 
-    def unhold(self, *pages: int) -> None:
+    def unhold(self, pages: Pages) -> None:
         """Ends a ``hold`` of each. Pages without another holder become free; ValueError if one is free already."""
-        self._check_all_held(pages)
-        self._drop_holder(np.array(pages, np.int32))
+        self._drop_holder(self._held(pages))
 
     def release(self, request: Hashable, num_tokens: int) -> int:
         """Drops the pages that lie entirely below position ``num_tokens``; the caller promises not to read them again.
@@ -271,7 +271,7 @@ class PageAllocator:
             raise OutOfPages(needed, self._num_free, self.num_pages)
         if needed:
             # The lowest free pages are searched in ranges of growing length; the first range usually has enough.
-            end = self._lowest + 64
+            end = self._lowest + max(64, 2 * needed)
             while len(found := self._free_between(self._lowest, end)) < needed:
                 end += end - self._lowest
             pages = found[:needed]
@@ -307,12 +307,16 @@ class PageAllocator:
         if self._holders[page] == 0:
             raise ValueError(f"page={page} must be one that is held")
 
-    def _check_all_held(self, pages: Sequence[int]) -> None:
-        pages = list(pages)
-        right = set(map(type, pages)) == {int} and min(pages) >= 0 and max(pages) < self.num_pages
-        if not (right and self._holders[pages].all()):
+    def _held(self, pages: Pages) -> np.ndarray:
+        """``pages`` as an array, after checking that all are held."""
+        if not len(pages):
+            return np.empty(0, np.int32)
+        array = np.asarray(pages)
+        right = array.dtype.kind in "iu" and array.min() >= 0 and array.max() < self.num_pages
+        if not (right and self._holders[array].all()):
             for page in pages:
                 self._check_held(page)
+        return array.astype(np.int32)
 
     def _check_new(self, name: str, request: Hashable) -> None:
         if request in self._requests:

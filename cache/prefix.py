@@ -6,13 +6,17 @@ stays allocated when its requests end.
 """
 
 import hashlib
+import itertools
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+from jaxtyping import Int, Int32
 
 from mla_attn.cache.allocator import PageAllocator
 from mla_attn.checks import INT32_MAX, check_integer, check_window
 from mla_attn.text import shown
+
+_NO_PAGE, _NO_ENTRY = -1, -2  # of a page that is not cached; of a digest that never was
 
 
 class PrefixCache:
@@ -24,22 +28,29 @@ class PrefixCache:
             requests release the pages left of it. A prefix of n tokens is then found if the pages of positions
             n - window + 1 to n - 1 are cached, even if earlier ones are not.
 
-    Attributes:
-        held: int32 [N], 1 for each cached page.
+    All methods work on arrays of pages, because a long prompt has tens of thousands, too many for Python loops. Only
+    digests are looked up and stored one by one. An evicted page's digest is therefore forgotten later, when the page
+    is cached under another one.
     """
 
     def __init__(self, pages: PageAllocator, *, window: int | None = None):
         self._pages, self._window = pages, check_window(window)
-        self.held = np.zeros(pages.num_pages, np.int32)
-        self._kept: dict[bytes, int] = {}  # page id by digest
-        self._digest_of: dict[int, bytes] = {}  # digest by page id
+        # Entry by digest, valid if it is still that of its page, which is the entry modulo the number of pages.
+        self._entries: dict[bytes, int] = {}
+        self._entry_of = np.full(pages.num_pages, _NO_PAGE, np.int64)
+        self._digest_of: dict[int, bytes] = {}  # by page: its last digest
         self._last_use = np.zeros(pages.num_pages, np.int64)  # value of ``_clock`` at each page's last use
         self._clock = 0
 
     @property
+    def held(self) -> Int32[np.ndarray, "N"]:
+        """1 for each cached page, else 0."""
+        return (self._entry_of != _NO_PAGE).astype(np.int32)
+
+    @property
     def num_pages(self) -> int:
         """Number of cached pages."""
-        return len(self._kept)
+        return int(np.count_nonzero(self._entry_of != _NO_PAGE))
 
     @property
     def num_idle_pages(self) -> int:
@@ -48,7 +59,7 @@ class PrefixCache:
 
     @property
     def _idle(self) -> np.ndarray:
-        return (self.held > 0) & (self._pages.holders == 1)
+        return (self._entry_of != _NO_PAGE) & (self._pages.holders == 1)
 
     def extend_digests(
         self, digests: list[bytes], tokens: Sequence[int] | np.ndarray, *, kind: Hashable = None
@@ -70,32 +81,39 @@ class PrefixCache:
             digest = hashlib.blake2b(digest + data[begin : begin + size].tobytes(), digest_size=16).digest()
             digests.append(digest)
 
-    def find(self, digests: Sequence[bytes]) -> list[int]:
+    def find(self, digests: Sequence[bytes]) -> Int32[np.ndarray, "n"]:
         """Finds the longest cached run of pages at the start of ``digests``; -1 for pages left of the window."""
         if self._window is not None:
             return self._find_in_window(digests, self._window)
-        found = []
-        for digest in digests:
-            page = self._kept.get(digest)
-            if page is None:
-                break
-            found.append(page)
-        return found
+        pages, some = np.empty(0, np.int32), 8
+        while len(pages) < len(digests):  # ever more at a time, because the rest is in vain if one of them is missing
+            more = self._look_up(digests[len(pages) : some])
+            if (missing := np.flatnonzero(more < 0)).size:
+                return np.append(pages, more[: missing[0]])
+            pages, some = np.append(pages, more), 8 * some
+        return pages
 
-    def _find_in_window(self, digests: Sequence[bytes], window: int) -> list[int]:
-        pages, size = [self._kept.get(digest, -1) for digest in digests], self._pages.page_size
-        best, begin, run = 0, 0, 0  # pages found, first page in the window, cached pages in a row so far
-        for n, page in enumerate(pages, start=1):
-            run = run + 1 if page >= 0 else 0
-            seen = max(n * size - window + 1, 0) // size
-            if n - seen <= run:
-                best, begin = n, seen
-        return [-1] * begin + pages[begin:best]
+    def _find_in_window(self, digests: Sequence[bytes], window: int) -> np.ndarray:
+        pages, size = self._look_up(digests), self._pages.page_size
+        lengths = np.arange(1, len(pages) + 1)
+        run_begins = np.maximum.accumulate(np.where(pages < 0, lengths, 0))  # where the run of cached pages began
+        seen = np.maximum(lengths * size - window + 1, 0) // size  # first page in the window
+        if not (right := np.flatnonzero(run_begins <= seen)).size:
+            return pages[:0]
+        best = right[-1]
+        pages[: seen[best]] = -1
+        return pages[: best + 1]
 
-    def num_available(self, found: Sequence[int]) -> int:
+    def _look_up(self, digests: Sequence[bytes]) -> np.ndarray:
+        """The cached page of each digest; -1 if there is none."""
+        entries = np.fromiter(map(self._entries.get, digests, itertools.repeat(_NO_ENTRY)), np.int64, len(digests))
+        pages = entries % self._pages.num_pages
+        return np.where(self._entry_of[pages] == entries, pages, -1).astype(np.int32)
+
+    def num_available(self, found: Sequence[int] | Int[np.ndarray, "n"]) -> int:
         """Number of pages that can be allocated, free or evictable, without evicting those in ``found``."""
-        idle = self._idle
-        found = [page for page in found if page >= 0]
+        idle, found = self._idle, np.asarray(found, np.int32)
+        found = found[found >= 0]
         return self._pages.num_free + int(np.count_nonzero(idle)) - int(np.count_nonzero(idle[found]))
 
     def fork(self, request: Hashable, digests: Sequence[bytes]) -> int:
@@ -108,9 +126,13 @@ class PrefixCache:
         Returns:
             The number of shared tokens, a multiple of the page size, 0 if none.
         """
-        found = self.find(digests)
-        self._touch([page for page in found if page >= 0])
+        return self.share(request, self.find(digests))
+
+    def share(self, request: Hashable, found: Int32[np.ndarray, "n"]) -> int:
+        """Does what ``fork`` does, with the pages that ``find`` has just found."""
         self._pages.adopt(request, found)
+        if len(found):
+            self._touch(found[found >= 0])
         return len(found) * self._pages.page_size
 
     def keep(self, request: Hashable, digests: Sequence[bytes], *, begin: int = 0) -> None:
@@ -126,21 +148,31 @@ class PrefixCache:
         row, first = self._pages.table([request])[0], self._pages.offset(request) // self._pages.page_size
         begin = max(begin, first)
         digests = digests[begin:]
-        own = zip(digests, row[begin - first :].tolist(), strict=False)
-        new = {digest: page for digest, page in own if digest not in self._kept}
-        pages = list(new.values())
-        self._pages.hold(*pages)
-        self._kept.update(new)
-        self._digest_of.update(zip(pages, new, strict=True))
-        self.held[pages] = 1
-        self._touch([self._kept[digest] for digest in digests])
+        pages = row[begin - first :][: len(digests)]
+        own = np.flatnonzero(self._entry_of[pages] == _NO_PAGE)
+        if own.size:
+            names = [digests[place] for place in own.tolist()]
+            copies = self._look_up(names)
+            self._add(list(itertools.compress(names, copies < 0)), pages[own[copies < 0]])
+            pages[own] = np.where(copies < 0, pages[own], copies)
+        self._touch(pages)
+
+    def _add(self, digests: Sequence[bytes], pages: np.ndarray) -> None:
+        self._pages.hold(pages)
+        self._clock += 1  # so that no entry is used twice
+        entries = self._clock * self._pages.num_pages + pages.astype(np.int64)
+        for digest, page, entry in zip(digests, pages.tolist(), entries.tolist(), strict=True):
+            old = self._digest_of.get(page)
+            if old is not None and self._entries.get(old, _NO_ENTRY) % self._pages.num_pages == page:
+                self._entries.pop(old, None)
+            self._digest_of[page], self._entries[digest] = digest, entry
+        self._entry_of[pages] = entries
 
     def evict(self, num_pages: int) -> bool:
         """Drops the least recently used pages until ``num_pages`` are free; drops none if there are too few.
 
         Returns whether ``num_pages`` are free now. The end of a text is dropped before its beginning; with a window,
-        the beginning before the end. Pages are chosen by array operations over all pages, because tens of thousands
-        would be too many for a Python loop.
+        the beginning before the end.
         """
         num_pages = check_integer("num_pages", num_pages, 0)
         missing = num_pages - self._pages.num_free
@@ -149,25 +181,26 @@ class PrefixCache:
         idle = np.flatnonzero(self._idle)
         if missing > len(idle):
             return False
-        oldest = np.argpartition(self._last_use[idle], missing - 1)[:missing]
-        self._drop(idle[oldest].tolist())
+        if missing < len(idle):
+            idle = idle[np.argpartition(self._last_use[idle], missing - 1)[:missing]]
+        self._drop(idle)
         return True
 
     def clear(self) -> None:
         """Drops all cached pages."""
-        self._drop(list(self._digest_of))
+        self._drop(np.flatnonzero(self._entry_of != _NO_PAGE))
+        self._entries.clear()
+        self._digest_of.clear()
 
-    def _drop(self, pages: list[int]) -> None:
-        for page in pages:
-            del self._kept[self._digest_of.pop(page)]
-        self.held[pages] = 0
-        self._pages.unhold(*pages)
+    def _drop(self, pages: np.ndarray) -> None:
+        self._entry_of[pages] = _NO_PAGE
+        self._pages.unhold(pages)
 
-    def _touch(self, pages: Sequence[int]) -> None:
+    def _touch(self, pages: np.ndarray) -> None:
         """Marks pages as used, the first page as the most recent, so that a beginning outlives its continuation.
 
         With a window the last page is the most recent: a prefix is found by the pages of its last window.
         """
         self._clock += len(pages)
         order = pages if self._window is None else pages[::-1]
-        self._last_use[list(order)] = np.arange(self._clock, self._clock - len(pages), -1)
+        self._last_use[order] = np.arange(self._clock, self._clock - len(pages), -1)

@@ -19,7 +19,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from mla_attn.buckets import Buckets, backend_compiles
-from mla_attn.checks import check_integer, check_integers
+from mla_attn.checks import check_integer
 from mla_attn.engine import batch, faults, inputs, launching, streaming, warming
 from mla_attn.engine.batch import Prompt, Result
 from mla_attn.engine.names import with_hints
@@ -32,11 +32,10 @@ from mla_attn.engine.state import create_device, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
 from mla_attn.models.base import CacheGroup, CausalLM, stored_as
-from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
+from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, encode, load_tokenizer
 from mla_attn.passes import DraftModel, DraftPasses, Drafts, Passes, all_groups, most_positions
 from mla_attn.programs import open_folder
 from mla_attn.speculative import DraftTree
-from mla_attn.text import shown
 
 # Most new requests that a step takes over, which is more than it can admit: each takes 0.5 us, and a step's own time
 # must not depend on how many arrive at once.
@@ -130,12 +129,8 @@ class Engine:
         pages = {"num_pages": num_pages, "page_size": page_size, "prefix_cache": prefix_cache}
         groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale, draft_kv_dtype)
         cache, limits = choose_sizes(groups, limits, **pages, max_len=max_len, memory_fraction=memory_fraction)
-        batches = () if batches is None else batches
-        check_integers("batches", batches)
-        if len(batches) and (min(batches) < 1 or max(batches) < max_batch):
-            raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
-        batches, rows = tuple(sorted(batches)) or batch_ladder(max_batch), row_ladder(prompt_tokens)
-        self._build(model, limits, cache, speculation, batches, rows, implementation, draft, cache_dir, groups)
+        ladders = batch_ladder(batches, max_batch), row_ladder(prompt_tokens)
+        self._build(model, limits, cache, speculation, *ladders, implementation, draft, cache_dir, groups)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -334,12 +329,7 @@ class Engine:
         """
         check_params(params)
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"prompt={shown(prompt)} is text, must be token ids: the engine has no tokenizer, give it one "
-                    "(tokenizer=load_tokenizer(path)) or make it by Engine.from_checkpoint(path)"
-                )
-            prompt = self.tokenizer.encode(prompt)
+            prompt = encode(prompt, self.tokenizer)
         sizes = {"vocab_size": self.model.vocab_size, "trees": self.speculation}
         return self._scheduler.check_request(prompt, params, **sizes)
 

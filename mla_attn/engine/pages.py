@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
+from jaxtyping import Int32
 
 from mla_attn.cache.allocator import PageAllocator
 from mla_attn.cache.prefix import PrefixCache
@@ -199,7 +200,7 @@ class Tables:
         offsets = np.stack([table.pages.offsets(ids) for table in self.windowed], axis=1)
         return {"page_table": np.concatenate(tables, axis=1), "kv_offsets": offsets}
 
-    def find(self, digests: Sequence[bytes]) -> list[list[int]]:
+    def find(self, digests: Sequence[bytes]) -> list[Int32[np.ndarray, "n"]]:
         """The cached pages of each table for the longest prefix that all tables have; see ``PrefixCache.find``."""
         found = [self.all[0].prefixes.find(digests)]
         for table in self.all[1:]:
@@ -208,10 +209,10 @@ class Tables:
             return self.find(digests[: len(found[-1])])
         return found
 
-    def fork(self, request: Hashable, digests: Sequence[bytes]) -> None:
-        """Adds a request with the pages that ``find`` returned for these digests."""
-        for table in self.all:
-            table.prefixes.fork(request, digests)
+    def share(self, request: Hashable, found: Sequence[Int32[np.ndarray, "n"]]) -> None:
+        """Adds a request with the pages of each table that ``find`` has just found."""
+        for table, pages in zip(self.all, found, strict=True):
+            table.prefixes.share(request, pages)
 
     def reserve(self, request: Hashable, rows: int, *, final: int) -> None:
         """Reserves rows of a request in the tables with windows, and releases the pages left of the window.

@@ -7,6 +7,7 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from jaxtyping import Int32
 
 from mla_attn.cache.allocator import OutOfPages, PageAllocator
 from mla_attn.cache.prefix import PrefixCache
@@ -163,7 +164,7 @@ class Scheduler:
                 self._blocked = request, self._num_releases
                 return
             found = len(there[0]) * self.cache.page_size
-            self.tables.fork(request.id, digests[: len(there[0])])
+            self.tables.share(request.id, there)
             if self.tables.full is not None:
                 # Cached pages may be held by the cache only, so the request holds them before others are evicted.
                 rows = self._begin_rows(request)
@@ -182,7 +183,7 @@ class Scheduler:
         most = self.most_rows(request.prompt_len, request.params)
         return min(request.num_tokens + (self.limits.rows_ahead if request.params.speculation else 0), most)
 
-    def _has_room(self, request: Request, there: Sequence[int]) -> bool:
+    def _has_room(self, request: Request, there: Int32[np.ndarray, "n"]) -> bool:
         """Whether there are pages for a waiting request, whose cached prefix is in the pages ``there``."""
         if self.tables.windowed:
             most = [self.most_rows(r.prompt_len, r.params) for r in (*self.running.values(), request)]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from mla_attn.buckets import ladder
-from mla_attn.checks import check_integer, check_number
+from mla_attn.checks import check_integer, check_integers, check_number
 from mla_attn.engine.pages import CacheSizes, Limits, WindowSizes
 from mla_attn.engine.scheduler import PROMPTS_PER_PASS
 from mla_attn.memory import free_bytes, tree_bytes
@@ -24,9 +24,19 @@ logger = logging.getLogger(__name__)
 GPU_FRACTION, CPU_FRACTION = 0.9, 0.25  # passes need the rest; a CPU's memory is shared with other programs
 
 
-def batch_ladder(max_batch: int) -> tuple[int, ...]:
-    """The default batch sizes to compile passes for."""
-    return ladder(max_batch)
+def batch_ladder(batches: Sequence[int] | None, max_batch: int) -> tuple[int, ...]:
+    """The batch sizes to compile passes for, smallest first; powers of two by default.
+
+    Raises:
+        ValueError: one of ``batches`` is below 1 or not an integer, or all are below ``max_batch``.
+    """
+    batches = () if batches is None else batches
+    check_integers("batches", batches)
+    if not len(batches):
+        return ladder(max_batch)
+    if min(batches) < 1 or max(batches) < max_batch:
+        raise ValueError(f"batches={tuple(batches)} must be at least 1, the largest at least max_batch={max_batch}")
+    return tuple(sorted(batches))
 
 
 def row_ladder(prompt_tokens: int) -> tuple[int, ...]:

@@ -83,6 +83,16 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
     return _byte_tokenizer(folder, config)
 
 
+def encode(prompt: str, tokenizer: Tokenizer | None) -> list[int]:
+    """Returns the token ids of a prompt; raises ValueError if the engine has no tokenizer."""
+    if tokenizer is None:
+        raise ValueError(
+            f"prompt={shown(prompt)} is text, must be token ids: the engine has no tokenizer, give it one "
+            "(tokenizer=load_tokenizer(path)) or make it by Engine.from_checkpoint(path)"
+        )
+    return tokenizer.encode(prompt)
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     """Reads ``tokenizer_config.json``, with ``bos_token`` as text or None; returns {} if there is no file."""
     if not exists(file):

@@ -261,16 +261,20 @@ def test_host_time(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for name, value in {
         "PROMPT_TOKENS": 32, "BESIDE": 3, "RUNNING": (2,), "WAITING": (5,), "_WAITER": 128, "_DECODED": 20,
+        "_WINDOW": 70, "_TIMES": 1,
     }.items():  # fmt: skip
         monkeypatch.setattr(host, name, value)
     engines, timed, picture = [], host._time, tmp_path / "host.png"
-    monkeypatch.setattr(host, "_time", lambda engine, steps: (engines.append(engine), timed(engine, steps))[1])
+    monkeypatch.setattr(host, "_time", lambda *given: (engines.append(given[0]), timed(*given))[1])
     assert main(["bench", "host", "--prompt-tokens", "100", "--json", "--plot", str(picture)]) == 0
     rows = json.loads(capsys.readouterr().out)["steps"]
-    asked = [(r["prompt"], r["running"], r["waiting"], r["steps"]) for r in rows]
-    assert asked == [(100, 0, 0, 4), (100, 3, 0, 4), (0, 2, 5, 20)]
+    asked = [(r["prompt"], r["found"], r["running"], r["waiting"], r["steps"]) for r in rows]
+    assert asked == [(100, False, 0, 0, 4), (100, True, 0, 0, 1), (100, False, 3, 0, 4), (0, False, 2, 5, 20),
+                     (0, False, 2, 0, 20)]  # fmt: skip
     assert all(0 < r["mean"] <= r["worst"] for r in rows)
-    assert [(e.statistics.waiting, e.statistics.running) for e in engines] == [(0, 1), (0, 4), (5, 2)]
+    assert [(e.statistics.waiting, e.statistics.running) for e in engines] == [(0, 1), (0, 1), (0, 4), (5, 2), (0, 2)]
+    assert [e.statistics.reused_tokens for e in engines] == [0, 2 * 64, 0, 0, 0]
+    assert [len(e._scheduler.tables.windowed) for e in engines] == [0, 0, 0, 0, 1]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "host", "--prompt-tokens", "1,x"]) == 2
     assert "--prompt-tokens '1,x' must be an integer from 1" in capsys.readouterr().err

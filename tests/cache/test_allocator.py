@@ -257,17 +257,17 @@ def test_rejected_drafts_keep_the_page_of_the_last_token():
 def test_a_page_that_is_held_outlives_its_request_and_begins_another():
     pages = PageAllocator(8, 4, table_width=4)
     pages.create("a", 10)
-    pages.hold(1)
-    pages.hold(0)
+    pages.hold([1])
+    pages.hold([0])
     pages.free("a")
     assert (pages.num_used, pages.num_free) == (2, 6)
     pages.adopt("b", [0, 1])
     assert (pages.length("b"), pages.num_used, pages.num_shared) == (8, 2, 2)
     pages.grow("b", 9)
     assert pages.table(["b"]).tolist() == [[0, 1, 2, -1]]
-    pages.unhold(1)
+    pages.unhold([1])
     pages.free("b")
-    pages.unhold(0)
+    pages.unhold([0])
     pages.create("c", 16)
     assert pages.table(["c"]).tolist() == [[0, 1, 2, 3]]
 
@@ -302,9 +302,9 @@ def test_out_of_pages_has_numbers_and_changes_nothing():
         (lambda p: p.adopt("a", []), "request='a' must not be one of"),
         (lambda p: p.adopt("b", [0, 2]), "page=2 must be one that is held"),
         (lambda p: p.adopt("b", [0] * 4), r"len\(pages\)=4 must be an integer from 0 to 3"),
-        (lambda p: p.hold(3), "page=3 must be one that is held"),
-        (lambda p: p.hold(4), "page=4 must be an integer from 0 to 3"),
-        (lambda p: p.unhold(2), "page=2 must be one that is held"),
+        (lambda p: p.hold([3]), "page=3 must be one that is held"),
+        (lambda p: p.hold([4]), "page=4 must be an integer from 0 to 3"),
+        (lambda p: p.unhold([2]), "page=2 must be one that is held"),
         (lambda p: p.table(["a", "b"]), "request_ids='b' must be one of"),
         (lambda p: p.table(["a"], batch=0), "batch=0 must be an integer of at least 1"),
         (lambda p: PageAllocator(0, 4, table_width=3), "num_pages=0 must be an integer of at least 1"),
