@@ -4,8 +4,9 @@ import abc
 import dataclasses
 import enum
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
@@ -194,18 +195,32 @@ class Placement:
         dst: Int[Array, "n"],
         *,
         axes: Axes = Axes.TOKENS,
+        context_axes: tuple[str, ...] = (),
     ) -> Shaped[Array, "pages ..."]:
         """Copies the rows at ``src`` to ``dst`` in every layer; all reads happen before all writes.
 
-        A pair with either slot outside the layer copies nothing.
+        A pair with either slot outside the layer copies nothing. Over ``context_axes`` the slots of a pair may be of
+        two devices.
         """
         readable = self.inside(src)
-        src, dst = jnp.where(readable, src, 0), jnp.where(readable, dst, -1)
+        moved = jax.lax.psum(readable.astype(jnp.int32), context_axes) > 0 if context_axes else readable
+        src, dst = jnp.where(readable, src, 0), jnp.where(moved, dst, -1)
         layers = jnp.arange(self.num_layers, dtype=jnp.int32)[:, None]
         src, dst = (jnp.broadcast_to(slots, (self.num_layers, *slots.shape)) for slots in (src, dst))
         pages = self.physical_pages(src // self.page_size, layers)
         rows = read_rows(array, pages, src % self.page_size, axes)
+        if context_axes:
+            rows = _from_owner(rows, readable, context_axes)
         return self.scatter(array, rows, dst, layers, axes=axes)
+
+
+def _from_owner(
+    rows: Shaped[Array, "L n ..."], owned: Bool[Array, "n"], axes: tuple[str, ...]
+) -> Shaped[Array, "L n ..."]:
+    """Each row as the one device has it that owns it; the bits of the others, which may be NaN, are left out."""
+    bits = jax.lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * rows.dtype.itemsize}"))
+    owned = owned.reshape(1, -1, *(1,) * (rows.ndim - 2))
+    return jax.lax.bitcast_convert_type(jax.lax.psum(jnp.where(owned, bits, 0), axes), rows.dtype)
 
 
 def check_slots(slots: Int[Array, "T"]) -> Int[Array, "T"]:
@@ -258,6 +273,26 @@ class PagedPool(abc.ABC):
     def placement(self) -> Placement:
         """Memory layout of the rows."""
 
+    def local(self, *, ranks: int) -> Any:
+        """The pool on one of ``ranks`` devices that share its pages, to be called inside ``jax.shard_map``: there the
+        arrays are a device's, but the number of pages is that of all devices.
+
+        Raises:
+            ValueError: ``ranks`` does not divide the pages of each layer, or equal parts of the arrays are not equal
+                parts of the pages of every layer (several layers need ``page_stride`` of at least L * layer_stride).
+        """
+        p, ranks = self.placement, check_integer("ranks", ranks, 1)
+        if p.num_pages % ranks:
+            raise ValueError(f"ranks={ranks} must be a divisor of num_pages={p.num_pages}")
+        if p.num_layers > 1 and p.page_stride < p.num_layers * p.layer_stride and ranks > 1:
+            raise ValueError(
+                f"ranks={ranks} with page_stride={p.page_stride} and layer_stride={p.layer_stride}: a part of the "
+                f"arrays would have some of the {p.num_layers} layers, not some pages of each"
+            )
+        stride = p.num_pages // ranks if p.num_layers == 1 else p.layer_stride
+        changed: Any = {"num_pages": p.num_pages // ranks, "layer_stride": stride}
+        return dataclasses.replace(self, **changed)
+
     @property
     def axes(self) -> tuple[Axes, ...]:
         """Axes of each array of ``PAGED``."""
@@ -268,7 +303,9 @@ class PagedPool(abc.ABC):
         """Raises ValueError unless the arrays have a supported format and room for every layer and page."""
 
 
-def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array, "n"]) -> Pool:
+def move_rows[Pool: PagedPool](
+    pool: Pool, src: Int[Array, "n"], dst: Int[Array, "n"], *, context_axes: tuple[str, ...] = ()
+) -> Pool:
     """Copies rows from slots ``src`` to slots ``dst`` in every layer of any pool; all reads happen before all writes.
 
     It moves the accepted branch of a draft tree to consecutive slots. A pair with either slot outside ``[0, N * P)``
@@ -278,6 +315,8 @@ def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array,
         pool: the cache; donate it at the outermost jit to copy in place.
         src: slots to read, of any integer dtype.
         dst: slots to write; those that exist must be distinct.
+        context_axes: axes of the enclosing ``jax.shard_map`` over which cached tokens are sharded (``context`` of the
+            builders). The devices pass the same pairs, each with -1 for the slots that are not its own.
 
     Raises:
         ValueError: wrong shapes or dtypes.
@@ -287,7 +326,7 @@ def move_rows[Pool: PagedPool](pool: Pool, src: Int[Array, "n"], dst: Int[Array,
     if src.ndim != 1 or src.shape != dst.shape:
         raise ValueError(f"src has shape {src.shape} and dst {dst.shape}: they must be equal, [n]")
     moved = {
-        name: pool.placement.move(array, src, dst, axes=axes)
+        name: pool.placement.move(array, src, dst, axes=axes, context_axes=context_axes)
         for name, axes in zip(pool.PAGED, pool.axes, strict=True)
         if (array := getattr(pool, name)) is not None
     }

@@ -64,12 +64,24 @@ _target = jax.make_user_context(default_value=None)
 
 
 def current_device() -> Device:
-    """The default backend's first device, or the device of the enclosing ``compiling_for``."""
+    """The device of the enclosing ``compiling_for``, else of the enclosing mesh, else the default backend's first.
+
+    The enclosing mesh is that of ``jax.shard_map`` or ``jax.set_mesh``.
+    """
     if (target := _target.value) is not None:
         return target
-    device = jax.devices()[0]
+    mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)  # None without a mesh
+    if mesh is None:
+        return _of(jax.devices()[0])
+    try:
+        return _of(next(d for d in jax.devices(mesh.platform) if d.device_kind == mesh.device_kind))
+    except (RuntimeError, StopIteration):  # a machine without such a device compiles ahead of time
+        return Device(mesh.platform, None, mesh.num_cores or 1)
+
+
+def _of(device: Any) -> Device:
     capability, cores = (getattr(device, name, None) for name in ("compute_capability", "core_count"))
-    return Device(jax.default_backend(), capability, cores or 1)
+    return Device(device.platform, capability, cores or 1)
 
 
 @contextlib.contextmanager

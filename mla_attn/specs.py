@@ -45,6 +45,10 @@ class MLASpec:
         """Channels C = R + E of a cached row and of an absorbed query."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def shard(self, *, heads: int) -> "MLASpec":
+        """The spec on one of ``heads`` devices that share the query heads; ValueError unless they divide H."""
+        return dataclasses.replace(self, num_heads=_share(self, heads))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GQASpec:
@@ -84,6 +88,27 @@ class GQASpec:
         _settle(self, fields)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+
+    def shard(self, *, heads: int) -> "GQASpec":
+        """The spec on one of ``heads`` devices that share the query heads, with K / heads KV heads each.
+
+        More devices than KV heads each have one: device i has KV head ``i * K // heads``, as do its neighbours.
+
+        Raises:
+            ValueError: ``heads`` does not divide H, or is neither a divisor nor a multiple of K.
+        """
+        query_heads, kv_heads = _share(self, heads), self.num_kv_heads
+        if kv_heads % heads and heads % kv_heads:
+            raise ValueError(f"heads={heads} must be a divisor or a multiple of num_kv_heads={kv_heads}")
+        return dataclasses.replace(self, num_heads=query_heads, num_kv_heads=max(1, kv_heads // heads))
+
+
+def _share(spec: MLASpec | GQASpec, devices: int) -> int:
+    """Query heads of each of these devices."""
+    devices = check_integer("heads", devices, 1)
+    if spec.num_heads % devices:
+        raise ValueError(f"heads={devices} must be a divisor of num_heads={spec.num_heads}")
+    return spec.num_heads // devices
 
 
 def _settle(spec, fields: dict[str, Any]) -> None:

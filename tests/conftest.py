@@ -58,8 +58,8 @@ def pytest_configure(config):
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         compile_quickly()
         keep_compiled_programs()
-    # Two CPU devices, so that sharding can be tested everywhere.
-    jax.config.update("jax_num_cpu_devices", 2)
+    # Eight CPU devices, so that sharding can be tested everywhere.
+    jax.config.update("jax_num_cpu_devices", 8)
     # Broadcasting between ranks hides missing axes; implicit promotion hides float32 copies of bfloat16 arrays.
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -33,6 +33,8 @@ from mla_attn.checks import INT32_MAX, as_int32, check_array, check_index, check
 from mla_attn.metadata.layout import PageLayout
 from mla_attn.metadata.structure import AttentionMetadata, row_owners
 
+Context = tuple[int | Int[Array, ""], int] | None  # (rank, size) of the devices that hold a request's tokens in turn
+
 
 def for_decode(
     page_table: Int[Array, "B W"],
@@ -43,6 +45,7 @@ def for_decode(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
+    context: Context = None,
 ) -> AttentionMetadata:
     """Metadata of a decode call: one new token per request.
 
@@ -60,8 +63,14 @@ def for_decode(
         kv_offsets: int32 [B], multiples of P: the position of each request's first key in the table, for pools that
             hold only the last pages of a request (``PageAllocator.offsets``); None for 0. Rows at positions below it,
             or past the table, write nothing. ``max_len`` may then exceed W * P; None means the end of the table.
+        context: ``(rank, size)`` where ``size`` devices hold a request's tokens in turn, position p on rank ``p %
+            size``; None for one device. ``rank`` may be traced (``jax.lax.axis_index``), ``size`` is static. Page ids
+            are the same on every rank: a page stands for ``P * size`` positions, of which each rank holds its own.
+            Table width, ``max_len`` and ``kv_offsets`` (multiples of ``P * size``) count accordingly, lengths and
+            positions stay those of the request, and ``slots`` are -1 for rows of other ranks.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
+    pages = {"page_size": page_size, "max_len": max_len, "page_map": page_map, "kv_offsets": kv_offsets}
+    layout = PageLayout.of(page_table, **pages, context=context)
     seq_lens = layout.per_request("seq_lens", seq_lens)
     if active is not None:
         check_array("active", active)
@@ -86,6 +95,7 @@ def for_target_verify(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
+    context: Context = None,
 ) -> AttentionMetadata:
     """Metadata of a verify call: the anchor token and its drafts, run through the target model.
 
@@ -104,8 +114,10 @@ def for_target_verify(
         max_len: as in ``for_decode``: drafts cached at or past it are dropped.
         page_map: as in ``for_decode``.
         kv_offsets: as in ``for_decode``.
+        context: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
+    pages = {"page_size": page_size, "max_len": max_len, "page_map": page_map, "kv_offsets": kv_offsets}
+    layout = PageLayout.of(page_table, **pages, context=context)
     prefix_lens = layout.per_request("prefix_lens", prefix_lens)
     num_tokens = check_integer("num_tokens", num_tokens, 1, INT32_MAX)
     q_lens = jnp.full_like(prefix_lens, num_tokens) if q_lens is None else layout.per_request("q_lens", q_lens)
@@ -136,6 +148,7 @@ def for_draft_extend(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
+    context: Context = None,
 ) -> AttentionMetadata:
     """Metadata of a draft-extend call: the accepted tokens of a verify step, run through the draft model.
 
@@ -150,8 +163,10 @@ def for_draft_extend(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
         kv_offsets: as in ``for_decode``.
+        context: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
+    pages = {"page_size": page_size, "max_len": max_len, "page_map": page_map, "kv_offsets": kv_offsets}
+    layout = PageLayout.of(page_table, **pages, context=context)
     return _extend(layout, seq_lens, q_lens, max_q_len=max_q_len, num_rows=num_rows)
 
 
@@ -167,6 +182,7 @@ def for_draft_decode(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
+    context: Context = None,
 ) -> AttentionMetadata:
     """Metadata of draft step ``step`` (0, 1, ...): one more token of a chain, or one level of a draft tree.
 
@@ -183,8 +199,10 @@ def for_draft_decode(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
         kv_offsets: as in ``for_decode``.
+        context: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
+    pages = {"page_size": page_size, "max_len": max_len, "page_map": page_map, "kv_offsets": kv_offsets}
+    layout = PageLayout.of(page_table, **pages, context=context)
     seq_lens = layout.per_request("seq_lens", seq_lens)
     num_tokens = check_integer("num_tokens", num_tokens, 1, INT32_MAX)
     step = check_index("step", step, 0)
@@ -210,6 +228,7 @@ def for_extend(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
+    context: Context = None,
 ) -> AttentionMetadata:
     """Metadata of an extend call: a prefill chunk of each prompt, after its cached tokens, if any.
 
@@ -224,8 +243,10 @@ def for_extend(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
         kv_offsets: as in ``for_decode``.
+        context: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
+    pages = {"page_size": page_size, "max_len": max_len, "page_map": page_map, "kv_offsets": kv_offsets}
+    layout = PageLayout.of(page_table, **pages, context=context)
     return _extend(layout, seq_lens, q_lens, max_q_len=max_q_len, num_rows=num_rows)
 
 
@@ -240,6 +261,7 @@ def for_mixed(
     max_len: int | None = None,
     page_map: Int[Array, "V"] | None = None,
     kv_offsets: Int[Array, "B"] | None = None,
+    context: Context = None,
 ) -> AttentionMetadata:
     """Metadata of a mixed call: decoding and extending requests packed in any order.
 
@@ -254,13 +276,20 @@ def for_mixed(
         max_len: as in ``for_decode``.
         page_map: as in ``for_decode``.
         kv_offsets: as in ``for_decode``.
+        context: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size, max_len=max_len, page_map=page_map, kv_offsets=kv_offsets)
+    pages = {"page_size": page_size, "max_len": max_len, "page_map": page_map, "kv_offsets": kv_offsets}
+    layout = PageLayout.of(page_table, **pages, context=context)
     return _extend(layout, seq_lens, q_lens, max_q_len=max_q_len, num_rows=num_rows)
 
 
 def for_encoder(
-    page_table: Int[Array, "B W"], encoder_lens: Int[Array, "B"], *, num_rows: int, page_size: int
+    page_table: Int[Array, "B W"],
+    encoder_lens: Int[Array, "B"],
+    *,
+    num_rows: int,
+    page_size: int,
+    context: Context = None,
 ) -> Int[Array, "T"]:
     """Slots for the packed rows of encoders, one request after the other, to pass to ``write_kv``; -1 for padding.
 
@@ -271,10 +300,11 @@ def for_encoder(
         encoder_lens: rows of each request's encoder; rows past the table are dropped.
         num_rows: total rows T.
         page_size: tokens per page P.
+        context: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size)
+    layout = PageLayout.of(page_table, page_size=page_size, context=context)
     lens = layout.per_request("encoder_lens", encoder_lens)
-    most = page_table.shape[1] * layout.page_size
+    most = min(page_table.shape[1] * layout.page_size * layout.ranks, INT32_MAX)
     return _build(layout, prefix_lens=jnp.zeros_like(lens), q_lens=lens, max_q_len=most, num_rows=num_rows).slots
 
 
@@ -286,6 +316,7 @@ def for_cross_attention(
     max_q_len: int,
     page_size: int,
     num_rows: int | None = None,
+    context: Context = None,
 ) -> AttentionMetadata:
     """Metadata of a cross-attention call: rows that see all keys of an encoder and write none (``causal=False``).
 
@@ -298,8 +329,9 @@ def for_cross_attention(
         max_q_len: static bound S of ``q_lens``.
         page_size: tokens per page P.
         num_rows: dense block if None, else packed rows, as in ``for_target_verify``.
+        context: as in ``for_decode``.
     """
-    layout = PageLayout.of(page_table, page_size=page_size)
+    layout = PageLayout.of(page_table, page_size=page_size, context=context)
     lens, q_lens = layout.per_request("encoder_lens", encoder_lens), layout.per_request("q_lens", q_lens)
     rows = dataclasses.replace(layout, max_len=INT32_MAX)  # rows are not cached, so the table does not limit them
     m = _build(rows, prefix_lens=jnp.zeros_like(lens), q_lens=q_lens, max_q_len=max_q_len, num_rows=num_rows)
@@ -356,10 +388,11 @@ def _build(
         q_lens=q_lens,
         kv_lens=jnp.where(q_lens > 0, prefix_lens + q_lens, 0),
         page_table=layout.page_table,
-        kv_offsets=jnp.zeros(layout.batch, jnp.int32) if layout.kv_offsets is None else layout.kv_offsets,
+        kv_offsets=layout.first_keys,
         slots=slots,
         positions=at,
         work=jnp.zeros(0, jnp.int32),
+        kv_stride=layout.ranks,
         max_q_len=max_q_len,
         page_size=layout.page_size,
     )

@@ -104,17 +104,19 @@ def add_prefix(
     *,
     layer: int | Int[Array, ""],
     chunk_size: int,
+    context_axes: tuple[str, ...],
     scales: OperandScales,
     implementation: Order,
     skip_threshold: float | None,
 ) -> State:
     """Merges attention over the keys cached before this call, which are those in the table, into ``state``.
 
-    It reads, expands, attends to and merges ``chunk_size`` cached rows of each request at a time. The derivative
-    covers the whole table and keeps every chunk's keys.
+    It reads, expands, attends to and merges ``chunk_size`` cached rows of each request at a time, gathered from the
+    ranks of ``context_axes`` that hold them in turn. The derivative covers the whole table and keeps every chunk's
+    keys.
     """
     arrays = (state, q, w_uk, w_uv, pool, metadata, jnp.asarray(layer, jnp.int32), scales)
-    static = {"spec": spec, "chunk_size": chunk_size}
+    static = {"spec": spec, "chunk_size": chunk_size, "axes": context_axes}
     static |= {"implementation": implementation, "skip_threshold": skip_threshold}
     # A loop over the chunks of the longest prefix has no reverse-mode derivative; a loop over the whole table has one.
     run, differentiated = (functools.partial(_add_chunks, whole_table=whole, **static) for whole in (False, True))
@@ -122,22 +124,25 @@ def add_prefix(
 
 
 def _add_chunks(
-    state, q, w_uk, w_uv, pool, metadata, layer, scales, *, spec, chunk_size, implementation, skip_threshold,
+    state, q, w_uk, w_uv, pool, metadata, layer, scales, *, spec, chunk_size, axes, implementation, skip_threshold,
     whole_table: bool,
 ):  # fmt: skip
-    m, batch = metadata, metadata.q_lens.shape[0]
-    cached = jnp.maximum(m.kv_lens - m.q_lens - m.kv_offsets, 0)
-    room = m.page_table.shape[1] * pool.page_size
-    chunk = min(chunk_size, room)
+    m, batch, ranks = metadata, metadata.q_lens.shape[0], metadata.kv_stride
+    first = m.kv_offsets - jax.lax.axis_index(axes) if axes else m.kv_offsets  # of all ranks
+    cached = jnp.maximum(m.kv_lens - m.q_lens - first, 0)
+    room = m.page_table.shape[1] * pool.page_size * ranks
+    of_rank = -(-min(chunk_size, room) // ranks)
+    chunk = of_rank * ranks
     starts = jnp.arange(batch, dtype=jnp.int32) * chunk
 
     def add_chunk(i, state):
         begin = jnp.full(batch, i * chunk, jnp.int32)
+        indices = jnp.full(batch, i * of_rank, jnp.int32)
         held = begin[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None] < cached[:, None]
         # Rows that no query sees may be NaN; the derivative of the weights would multiply them by 0.
         latent, rope = (
-            jnp.where(held[:, :, None], x, jnp.zeros((), x.dtype))
-            for x in read_latent(pool, m.page_table, begin, chunk, layer=layer, dtype=q.dtype)
+            jnp.where(held[:, :, None], _in_turn(x, axes), jnp.zeros((), x.dtype))
+            for x in read_latent(pool, m.page_table, indices, of_rank, layer=layer, dtype=q.dtype)
         )
         keys, values = _expand(latent, rope, w_uk, w_uv, q.dtype)
         rows = RaggedMetadata(
@@ -163,9 +168,19 @@ def _add_chunks(
         return merge_states([state[0], out], [state[1], lse])
 
     chunks = -(-room // chunk) if whole_table else -(-jnp.max(cached, initial=0) // chunk)
+    if axes and not whole_table:  # the same on all ranks, which JAX does not know
+        chunks = jax.lax.pmax(chunks, axes)
     return jax.lax.fori_loop(
         0, chunks, add_chunk, vary_together(state, like=(w_uk, w_uv, pool, metadata, layer, scales))
     )
+
+
+def _in_turn(rows: Float[Array, "B n width"], axes: tuple[str, ...]) -> Float[Array, "B m width"]:
+    """The rows of all ranks in the order of their positions, of which each rank holds one in turn."""
+    if not axes:
+        return rows
+    gathered = jax.lax.all_gather(rows, axes, axis=2)
+    return gathered.reshape(rows.shape[0], -1, rows.shape[2])
 
 
 def _expand(latent, rope, w_uk, w_uv, dtype):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from mla_attn.checks import check_array, check_shape, check_type
+from mla_attn.checks import check_array, check_index, check_shape, check_type
 from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.mosaic_gpu import grouped_matmul as mosaic_gpu
 from mla_attn.reference.grouped_matmul import grouped_matmul as reference_grouped
@@ -47,16 +47,19 @@ IMPLEMENTATIONS = (
 def grouped_matmul(
     rows: Float[Array, "M K"],
     weights: Float[Array, "E K N"],
-    sizes: Int32[Array, "E"],
+    sizes: Int32[Array, "G"],
     *,
+    first_group: int | Int32[Array, ""] = 0,
     implementation: Order = None,
 ) -> Float32[Array, "M N"]:
-    """Multiplies each group of ``sizes[e]`` consecutive rows by ``weights[e]``, in float32; other rows give zeros.
+    """Multiplies each group of consecutive rows by its matrix, in float32; other rows give zeros.
 
     Args:
         rows: rows of all groups, one group after the other.
         weights: one matrix per group, in the dtype of ``rows``; float32 is multiplied at the highest precision.
-        sizes: rows of each group; not negative, in total at most M.
+        sizes: rows of each group; not negative, in total at most M. There may be more groups than matrices, as on a
+            device that has some of a layer's experts: the rows of the others give zeros.
+        first_group: group of the first matrix, an integer or an array (which cannot be checked: it is clipped).
         implementation: "mosaic_gpu", "xla" or "reference", or names in the order to try them; None for the default
             choice.
 
@@ -72,9 +75,19 @@ def grouped_matmul(
         check_type(name, array, jnp.floating)
     groups, depth, _ = weights.shape
     check_shape("rows", rows, (rows.shape[0], depth), "[M, K] with K of weights")
-    check_shape("sizes", sizes, (groups,), "[E] of weights")
+    check_array("sizes", sizes)
+    if sizes.ndim != 1 or sizes.shape[0] < groups:
+        raise ValueError(f"sizes has shape {tuple(sizes.shape)}, must be [G] with G at least the {groups} of weights")
     check_type("sizes", sizes, jnp.int32)
+    first_group = check_index("first_group", first_group, 0, sizes.shape[0] - groups)
     if weights.dtype != rows.dtype:
         raise ValueError(f"weights has dtype {weights.dtype}, must be that of rows, {rows.dtype}")
     chosen = choose("grouped_matmul", GroupedCall.of(weights), IMPLEMENTATIONS, implementation)
-    return compute("grouped_matmul", chosen, IMPLEMENTATIONS, (rows, weights, sizes))
+    if sizes.shape[0] == groups:
+        return compute("grouped_matmul", chosen, IMPLEMENTATIONS, (rows, weights, sizes))
+    # Implementations multiply groups from row 0 on: the rows before the first matrix's go to the end and back.
+    first_group = jnp.clip(jnp.asarray(first_group, jnp.int32), 0, sizes.shape[0] - groups)
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first_group, sizes, 0).sum(dtype=jnp.int32)
+    sizes = jax.lax.dynamic_slice_in_dim(sizes, first_group, groups)
+    out = compute("grouped_matmul", chosen, IMPLEMENTATIONS, (jnp.roll(rows, -before, axis=0), weights, sizes))
+    return jnp.roll(out, before, axis=0)

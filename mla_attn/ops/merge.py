@@ -11,8 +11,8 @@ from mla_attn.checks import check_out_dtype, check_shape, check_type
 
 
 def merge_states(
-    outs: Sequence[Float[Array, "T H V"]],
-    lses: Sequence[Float[Array, "T H"]],
+    outs: Sequence[Float[Array, "T H V"]] | Float[Array, "n T H V"],
+    lses: Sequence[Float[Array, "T H"]] | Float[Array, "n T H"],
     *,
     sinks: Float[Array, "H"] | None = None,
     out_dtype: DTypeLike | None = None,
@@ -23,7 +23,7 @@ def merge_states(
     its output is ignored, even if it is NaN. Rows whose partials are all empty give 0 and -inf.
 
     Args:
-        outs: partial outputs [T, H, V], one or more.
+        outs: partial outputs [T, H, V], one or more, in a sequence or in one array.
         lses: their log-sum-exps, natural log, [T, H].
         sinks: raw sink logits per head, [H]: each adds ``exp(sink)`` to the softmax denominator, once for all
             partials. The returned ``lse`` excludes it.

@@ -6,6 +6,7 @@ for example over a cache that a draft model shares, call ``gqa_attention``.
 """
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import KVPool, write_kv
@@ -41,6 +42,7 @@ def _paged_step(name: str, summary: str):
         q_scale: float | Float[Array, "..."] | None = None,
         query_scaling: QueryScaling | None = None,
         return_lse: bool = False,
+        out_dtype: DTypeLike | None = None,
         implementation: Order = None,
         batch_invariant: bool = False,
         skip_threshold: float | None = None,
@@ -56,6 +58,7 @@ def _paged_step(name: str, summary: str):
             q_scale=q_scale,
             sinks=sinks,
             return_lse=return_lse,
+            out_dtype=out_dtype,
             implementation=implementation,
             batch_invariant=batch_invariant,
             skip_threshold=skip_threshold,
@@ -64,7 +67,7 @@ def _paged_step(name: str, summary: str):
 
     step.__name__ = step.__qualname__ = name
     step.__doc__ = f"{summary}\n{_PAGED_DOC}"
-    return entry_point(*_STATIC, "batch_invariant")(step)
+    return entry_point(*_STATIC, "out_dtype", "batch_invariant")(step)
 
 
 _PAGED_DOC = """
@@ -82,6 +85,7 @@ _PAGED_DOC = """
         q_scale: as in ``gqa_attention``.
         query_scaling: position-dependent scaling of the queries; must be None for float8 queries.
         return_lse: also return the log-sum-exp of the scores.
+        out_dtype: as in ``gqa_attention``.
         implementation: as in ``gqa_attention``.
         batch_invariant: as in ``gqa_attention``.
         skip_threshold: as in ``gqa_attention``.

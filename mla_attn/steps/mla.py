@@ -10,6 +10,7 @@ keys and values, which costs fewer operations for many rows.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -51,6 +52,7 @@ def _absorbed_step(name: str, summary: str):
         q_scale: float | Float[Array, "..."] | None = None,
         query_scaling: QueryScaling | None = None,
         return_lse: bool = False,
+        out_dtype: DTypeLike | None = None,
         implementation: Order = None,
         batch_invariant: bool = False,
         skip_threshold: float | None = None,
@@ -68,6 +70,7 @@ def _absorbed_step(name: str, summary: str):
             sinks=sinks,
             q_scale=q_scale,
             return_lse=return_lse,
+            out_dtype=out_dtype,
             implementation=implementation,
             batch_invariant=batch_invariant,
             skip_threshold=skip_threshold,
@@ -76,7 +79,7 @@ def _absorbed_step(name: str, summary: str):
 
     step.__name__ = step.__qualname__ = name
     step.__doc__ = f"{summary}\n{_ABSORBED_DOC}"
-    return entry_point(*_STATIC, "batch_invariant")(step)
+    return entry_point(*_STATIC, "out_dtype", "batch_invariant")(step)
 
 
 _ABSORBED_DOC = """
@@ -95,6 +98,7 @@ _ABSORBED_DOC = """
         q_scale: as in ``mla_attention``.
         query_scaling: position-dependent scaling of the queries; must be None for float8 queries.
         return_lse: also return the log-sum-exp of the scores.
+        out_dtype: as in ``mla_attention``.
         implementation: as in ``mla_attention``.
         batch_invariant: as in ``mla_attention``.
         skip_threshold: as in ``mla_attention``.
@@ -176,7 +180,7 @@ def prefill(
     return (out, lse, pool) if return_lse else (out, pool)
 
 
-@entry_point(*_STATIC, "chunk_size", "operand_dtype")
+@entry_point(*_STATIC, "chunk_size", "operand_dtype", "context_axes")
 def extend(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -195,6 +199,7 @@ def extend(
     operand_dtype: DTypeLike | None = None,
     operand_scales: tuple[Any, Any, Any] | None = None,
     return_lse: bool = False,
+    context_axes: tuple[str, ...] = (),
     implementation: Order = None,
     skip_threshold: float | None = None,
 ) -> tuple[Float[Array, "T H V"], LatentPool] | tuple[Float[Array, "T H V"], Float[Array, "T H"], LatentPool]:
@@ -228,6 +233,8 @@ def extend(
         operand_scales: divisors of queries, keys and values before they are clipped to 448 and cast, float32 []; None
             for 1.
         return_lse: also return the log-sum-exp of the scores.
+        context_axes: axes of the enclosing ``jax.shard_map`` over which the cached tokens are sharded, position p on
+            rank ``p % kv_stride`` (``context`` of the builders). Each chunk is gathered from all of them.
         implementation: as in ``ragged_attention``.
         skip_threshold: as in ``ragged_attention``.
 
@@ -236,12 +243,16 @@ def extend(
 
     Raises:
         ValueError: as in ``write_latent`` and ``ragged_attention``.
-        NotImplementedError: a spec with a window, or metadata whose ``kv_stride`` is not 1.
+        NotImplementedError: a spec with a window, or metadata whose ``kv_stride`` is not the size of ``context_axes``.
     """
     if spec.window is not None:
         raise NotImplementedError(f"extend with window={spec.window} is not supported: use absorbed_extend")
-    if metadata.kv_stride != 1:
-        raise NotImplementedError(f"extend with kv_stride={metadata.kv_stride} is not supported: use absorbed_extend")
+    ranks = jax.lax.axis_size(context_axes)
+    if metadata.kv_stride != ranks:
+        raise NotImplementedError(
+            f"extend with kv_stride={metadata.kv_stride} over {ranks} context rank(s) is not supported: use "
+            "absorbed_extend"
+        )
     chunk_size = check_integer("chunk_size", chunk_size, 1)
     metadata = _check_expanded(q, k, v, pool, metadata, spec)
     check_shape("w_uk", w_uk, (spec.num_heads, q.shape[2] - rope.shape[1], spec.kv_lora_rank), "[H, D - E, R]")
@@ -262,6 +273,7 @@ def extend(
         spec,
         layer=layer,
         chunk_size=chunk_size,
+        context_axes=context_axes,
         **options,
     )
     out = out.astype(q.dtype)

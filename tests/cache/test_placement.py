@@ -121,3 +121,18 @@ def test_pools_without_room_are_refused(unchecked):
 def test_errors(unchecked, change, message):
     with pytest.raises(ValueError, match=message):
         LatentPool.create(**{**SIZES, "spec": SPEC, **change})
+
+
+def test_parts_of_a_pool_on_several_devices():
+    """Equal parts of the pages of every layer, where equal parts of the arrays are those."""
+    pool = LatentPool(jnp.zeros((6, 4, 8)), 1, 24, 8)  # a quarter of the array, inside shard_map
+    local = pool.local(ranks=4)
+    local.check()
+    assert (local.num_pages, local.layer_stride) == (6, 6)
+    pages_first = LatentPool(jnp.zeros((12, 4, 8)), 2, 12, 8, page_stride=2, layer_stride=1).local(ranks=2)
+    pages_first.check()
+    assert (pages_first.num_pages, pages_first.page_stride, pages_first.layer_stride) == (6, 2, 1)
+    with pytest.raises(ValueError, match="ranks=5 must be a divisor of num_pages=24"):
+        pool.local(ranks=5)
+    with pytest.raises(ValueError, match="ranks=2 with page_stride=1 and layer_stride=12: a part of the arrays"):
+        LatentPool(jnp.zeros((24, 4, 8)), 2, 12, 8).local(ranks=2)

@@ -146,3 +146,34 @@ def test_types_that_do_not_fit(unchecked):
 )
 def test_output_tiles(num_rows, groups, width, want):
     assert output_tile(num_rows, groups, width, H200.cores) == want
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_some_of_the_groups(first, implementation):
+    """A device's two experts of five: the rows of the others, NaN among them, give zeros."""
+    rng = np.random.default_rng(0)
+    sizes = np.asarray([2, 0, 3, 4, 1])
+    rows, weights = rng.standard_normal((12, 8)).astype(np.float32), rng.standard_normal((2, 8, 5)).astype(np.float32)
+    ends = np.cumsum(sizes)
+    own = (np.arange(12) >= ends[first] - sizes[first]) & (np.arange(12) < ends[first + 1])
+    wanted = np.zeros((12, 5))
+    for i in range(2):
+        run = slice(ends[first + i] - sizes[first + i], ends[first + i])
+        wanted[run] = np.float64(rows[run]) @ weights[i]
+    rows[~own] = np.nan
+
+    @jax.jit
+    def run(first):
+        options = {"first_group": first, "implementation": implementation}
+        return grouped_matmul(jnp.asarray(rows), jnp.asarray(weights), jnp.asarray(sizes, jnp.int32), **options)
+
+    np.testing.assert_allclose(run(first), wanted, atol=1e-5)
+
+
+def test_groups_that_do_not_exist(unchecked):
+    rows, weights = jnp.zeros((4, 8)), jnp.zeros((3, 8, 5))
+    with pytest.raises(ValueError, match=r"sizes has shape \(2,\), must be \[G\] with G at least the 3 of weights"):
+        grouped_matmul(rows, weights, jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="first_group=3 must be an integer from 0 to 2"):
+        grouped_matmul(rows, weights, jnp.zeros(5, jnp.int32), first_group=3)

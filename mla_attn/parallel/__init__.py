@@ -1,0 +1,7 @@
+"""Steps and ops over several devices: heads, requests, contexts and experts over the axes of a caller's mesh."""
+
+from mla_attn.parallel.calls import create_pool, plan, sharded
+from mla_attn.parallel.context import merge_over
+from mla_attn.parallel.layout import Layout
+
+__all__ = ["Layout", "create_pool", "merge_over", "plan", "sharded"]
