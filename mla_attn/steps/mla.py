@@ -250,7 +250,7 @@ def extend(
     ranks = jax.lax.axis_size(context_axes)
     if metadata.kv_stride != ranks:
         raise NotImplementedError(
-            f"extend with kv_stride={metadata.kv_stride} over {ranks} context rank(s) is not supported: use "
+            f"extend with kv_stride={metadata.kv_stride} is not supported over {ranks} context rank(s): use "
             "absorbed_extend"
         )
     chunk_size = check_integer("chunk_size", chunk_size, 1)

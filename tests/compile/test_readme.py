@@ -63,7 +63,7 @@ def test_public_names_exist():
     (section,) = re.findall(r"## What is public\n(.*?)\n## ", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     modules, _, others = section.partition(";")
     named = re.findall(r"`(mla_attn[\w.]*)`", modules)
-    assert len(named) == 7
+    assert len(named) == 8
     for module in map(importlib.import_module, named):
         assert all(hasattr(module, public) for public in module.__all__)
     for path, _, public in (dotted.rpartition(".") for dotted in re.findall(r"`(mla_attn\.[\w.]+)`", others)):
