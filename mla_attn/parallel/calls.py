@@ -254,7 +254,7 @@ def plan(
     static = tuple((name, value) for name, value in bound.items() if name not in arrays)
     planned = None
     if pool is not None and spec is not None:
-        calls = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
+        calls: dict[str, Any] = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
         calls |= {"out_dtype": jnp.dtype(out_dtype), "q_dtype": jnp.dtype(q_dtype)}
         if size(mesh, layout.context) > 1:
             calls |= {"sinks": False, "out_dtype": jnp.dtype(jnp.float32)}
@@ -275,7 +275,8 @@ def _plan(arrays, facts):
         if planned is None:
             return metadata
         pool, spec, calls = planned
-        return (plan_mla if isinstance(spec, MLASpec) else plan_gqa)(metadata, pool, spec, **dict(calls))
+        plan_op: Any = plan_mla if isinstance(spec, MLASpec) else plan_gqa
+        return plan_op(metadata, pool, spec, **dict(calls))
 
     shared = ("step", "num_drafted", "page_map")  # not of a request each
     of_requests = {n for n, x in arrays.items() if n not in shared and not (n == "depths" and x.ndim == 1)}
@@ -317,9 +318,9 @@ def create_pool(
     kind: Any = LatentPool if isinstance(spec, MLASpec) else KVPool
     heads, local = size(mesh, layout.heads), spec.shard(heads=size(mesh, layout.heads))
     arrays = {name: jnp.asarray(options.pop(name)) for name in list(options) if _is_array(options[name])}
-    repeated = isinstance(spec, GQASpec) and spec.num_kv_heads % heads
-    if repeated:
-        arrays = {n: jnp.repeat(x, heads // spec.num_kv_heads, axis=1) if x.ndim == 2 else x for n, x in arrays.items()}
+    if isinstance(spec, GQASpec) and spec.num_kv_heads % heads:
+        times = heads // spec.num_kv_heads
+        arrays = {name: jnp.repeat(x, times, axis=1) if x.ndim == 2 else x for name, x in arrays.items()}
     specs = {name: over((), layout.heads) if array.ndim == 2 else P() for name, array in arrays.items()}
     sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
     create = functools.partial(kind.create, **sizes, spec=local, **options)

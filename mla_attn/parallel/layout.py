@@ -82,7 +82,7 @@ def pool_specs(pool: Any, layout: Layout) -> Any:
         return dataclasses.replace(pool, data=over(pages), scale=None if pool.scale is None else P())
     if not isinstance(pool, KVPool):
         raise ValueError(f"pool is a {type(pool).__name__}, must be a LatentPool or a KVPool")
-    arrays = over(pages, heads) if pool.layout == "hnd" else over(pages, (), heads)
+    arrays = over(pages, heads) if pool.axes[0].of_heads == 1 else over(pages, (), heads)
     scales = {
         name: None if scale is None else over((), heads) if scale.ndim == 2 else P()
         for name, scale in (("k_scale", pool.k_scale), ("v_scale", pool.v_scale))

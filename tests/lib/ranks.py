@@ -93,7 +93,7 @@ def cached(ranks, lens, spec, *, seed=0, longest=None, repeated=1, **options):
     for name in one.PAGED:
         if (array := getattr(one, name)) is None:
             continue
-        tokens = 2 if one.head_axis == 1 else 1
+        tokens = dict(zip(one.PAGED, one.axes, strict=True))[name].of_tokens
         shape = np.moveaxis(array, tokens, 1).shape
         own, theirs = (
             _rows(rng, shape, array.dtype),
@@ -219,7 +219,7 @@ def assert_same_cache(c: Cached, one, many, lens):
     for name in one.PAGED:
         if getattr(one, name) is None:
             continue
-        tokens = 2 if one.head_axis == 1 else 1
+        tokens = dict(zip(one.PAGED, one.axes, strict=True))[name].of_tokens
         x, y = (np.moveaxis(np.asarray(getattr(pool, name)), tokens, 1) for pool in (one, many))
         y = y.reshape(ranks.batch, ranks.context, -1, *y.shape[1:])
         repeated = y.shape[4] // x.shape[2] if x.ndim > 3 else 1
