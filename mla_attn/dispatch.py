@@ -31,12 +31,14 @@ class Device:
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         compute_capability: compute capability of an NVIDIA GPU, such as "9.0"; else None.
-        cores: streaming multiprocessors of a GPU; else 1.
+        cores: streaming multiprocessors, or compute units, of a GPU; else 1.
+        arch: architecture of an AMD GPU, such as "gfx942"; else None.
     """
 
     platform: str
     compute_capability: str | None = None
     cores: int = 1
+    arch: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,10 @@ def current_device() -> Device:
 
 def _of(device: Any) -> Device:
     capability, cores = (getattr(device, name, None) for name in ("compute_capability", "core_count"))
-    return Device(device.platform, capability, cores or 1)
+    arch = None
+    if capability is not None and capability.startswith("gfx"):  # as JAX calls an AMD GPU's, features after a colon
+        capability, arch = None, capability.split(":")[0]
+    return Device(device.platform, capability, cores or 1, arch)
 
 
 @contextlib.contextmanager

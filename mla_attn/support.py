@@ -11,8 +11,12 @@ from mla_attn.checks import check_dtype, check_integer, check_operand
 from mla_attn.dispatch import Device, Implementation, current_device
 from mla_attn.ops import gqa, grouped_matmul, mla, ragged
 from mla_attn.specs import GQASpec, MLASpec
+from mla_attn.triton.gpus import target
 
 CPU, A100, H200 = Device("cpu"), Device("gpu", "8.0", 108), Device("gpu", "9.0", 132)
+L40S, RTX_4090 = Device("gpu", "8.9", 142), Device("gpu", "8.9", 128)
+MI300X = Device("gpu", cores=304, arch="gfx942")
+_RUN = ("sm_90",)  # architectures on which the Triton kernels have run; for the others they are compiled in tests
 _DEEPSEEK = {"num_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": 0.1}
 _LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 128**-0.5}
 
@@ -97,6 +101,10 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
         "CPU: batch_invariant=True": (CPU, {"batch_invariant": True}),
         "A100: decode": (A100, {}),
         "A100: batch_invariant=True": (A100, {"batch_invariant": True}),
+        "L40S: decode": (L40S, {}),
+        "RTX 4090: decode": (RTX_4090, {}),
+        "MI300X: decode": (MI300X, {}),
+        "MI300X: decode, float8_e4m3fn": (MI300X, {"dtype": "float8_e4m3fn"}),
         "H200: decode": (H200, {}),
         "H200: decode, float32": (H200, {"dtype": "float32"}),
         "H200: decode, float8_e4m3fn": (H200, {"dtype": "float8_e4m3fn"}),
@@ -124,6 +132,10 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     },
     "gqa_attention": {
         "CPU: batch_invariant=True": (CPU, {"batch_invariant": True}),
+        "A100: decode, 32 heads over 8": (A100, {}),
+        "L40S: decode, 32 heads over 8": (L40S, {}),
+        "RTX 4090: decode, 32 heads over 8": (RTX_4090, {}),
+        "MI300X: decode, 32 heads over 8": (MI300X, {}),
         "H200: decode, 32 heads over 8": (H200, {}),
         "H200: decode, float16": (H200, {"dtype": "float16"}),
         "H200: decode, float32": (H200, {"dtype": "float32"}),
@@ -158,14 +170,21 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
 
 
 def supports(
-    op: str, *, platform: str | None = None, compute_capability: str | None = None, **facts
+    op: str,
+    *,
+    platform: str | None = None,
+    compute_capability: str | None = None,
+    arch: str | None = None,
+    **facts,
 ) -> dict[str, str | None]:
     """Says which implementations support a call: None, or the reason for the refusal, for each implementation.
 
     Args:
         op: "mla_attention", "gqa_attention", "ragged_attention" or "grouped_matmul".
-        platform: "cpu", "gpu" or "tpu"; if neither this nor ``compute_capability`` is given, the current device.
+        platform: "cpu", "gpu" or "tpu"; if neither this, ``compute_capability`` nor ``arch`` is given, the current
+            device.
         compute_capability: compute capability of an NVIDIA GPU, a string such as "9.0" for Hopper.
+        arch: architecture of an AMD GPU, a string such as "gfx942" for an MI300X.
         facts: differences from an ordinary call. For ``mla_attention`` (a bfloat16 decode call with DeepSeek's sizes):
             ``page_size``, ``dtype``, ``row_format``, ``row_width`` and ``rope_offset`` of the pool, ``q_dtype``,
             ``max_q_len``, ``causal``, ``tree`` (whether it has a ``tree_mask``), ``sinks`` (whether it has any),
@@ -180,7 +199,7 @@ def supports(
     """
     if op not in _MAKE:
         raise ValueError(f"op={op!r} must be one of {', '.join(_MAKE)}")
-    return _answers(op, _device(platform, compute_capability), facts)
+    return _answers(op, _device(platform, compute_capability, arch), facts)
 
 
 def support_table() -> str:
@@ -190,13 +209,19 @@ def support_table() -> str:
     for op, calls in CALLS.items():
         for label, (device, facts) in calls.items():
             answers = _answers(op, device, facts)
-            cells = [(answers[name] or "yes") if name in answers else "-" for name in names]
+            cells = [_cell(name, answers[name], device) if name in answers else "-" for name in names]
             rows.append([f"`{op}`", label, *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _device(platform: str | None, compute_capability: str | None) -> Device:
-    if platform is None and compute_capability is None:
+def _cell(name: str, reason: str | None, device: Device) -> str:
+    if reason is None and name == "triton" and target(device) not in _RUN:
+        return "compiles, not run"
+    return reason or "yes"
+
+
+def _device(platform: str | None, compute_capability: str | None, arch: str | None) -> Device:
+    if platform is None and compute_capability is None and arch is None:
         return current_device()
     platform = "gpu" if platform is None else platform
     if platform not in ("cpu", "gpu", "tpu"):
@@ -206,7 +231,15 @@ def _device(platform: str | None, compute_capability: str | None) -> Device:
             raise ValueError(f"compute_capability={compute_capability!r} must be a string such as '9.0'")
         if platform != "gpu":
             raise ValueError(f"compute_capability={compute_capability!r} with platform={platform!r}: must be of a gpu")
-    return Device(platform, compute_capability)
+    if arch is not None:
+        if not isinstance(arch, str) or not re.fullmatch(r"gfx[0-9a-f]+", arch):
+            raise ValueError(f"arch={arch!r} must be a string such as 'gfx942'")
+        if platform != "gpu" or compute_capability is not None:
+            raise ValueError(
+                f"arch={arch!r} with platform={platform!r}, compute_capability={compute_capability!r}: must be of an "
+                "AMD gpu"
+            )
+    return Device(platform, compute_capability, arch=arch)
 
 
 def _answers(op: str, device: Device, facts: dict[str, Any]) -> dict[str, str | None]:

@@ -1,12 +1,15 @@
 """Which implementation serves a call: order, names, the environment variable, and what errors say."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib import gpu_triton
 
 import helpers
+from mla_attn import support
 from mla_attn.dispatch import (
     ENVIRONMENT_VARIABLE,
     NAMES,
@@ -20,7 +23,8 @@ from mla_attn.metadata import RaggedMetadata
 from mla_attn.mosaic_gpu import hopper
 from mla_attn.ops import mla, mla_attention, ragged_attention
 from mla_attn.ops.grouped_matmul import grouped_matmul
-from mla_attn.support import H200, supports
+from mla_attn.support import A100, H200, supports
+from mla_attn.triton import gpus
 
 
 def refusing(reason):
@@ -31,6 +35,7 @@ FAST = Implementation("mosaic_gpu", refusing("only easy calls"), lambda: "fast")
 XLA = Implementation("xla", refusing(None), lambda: "xla")
 REFERENCE = Implementation("reference", refusing(None), lambda: "reference")
 ALL = (FAST, XLA, REFERENCE)
+MLA_CALL = support._mla_call()
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +149,7 @@ def test_the_ops_ask_the_dispatcher(monkeypatch, batch):
     ):
         with pytest.raises(ValueError, match="implementation='cuda' must be one of"):
             op("cuda")
-        with pytest.raises(NotImplementedError, match="no 'triton' implementation"):
+        with pytest.raises(NotImplementedError, match=r"no 'triton' implementation|triton: cpu: must be a GPU of"):
             op("triton")
 
 
@@ -153,6 +158,84 @@ def spy(number):
         return jnp.full(q_latent.shape, number, jnp.float32), jnp.zeros(q_latent.shape[:2])
 
     return run
+
+
+@pytest.fixture
+def software(monkeypatch):
+    """Sets what of jax-triton's needs is there: versions, modules, a GPU plugin of jaxlib."""
+
+    def present(*modules, version=(0, 11, 2), plugin=True):
+        gpus.missing.cache_clear()
+        monkeypatch.setattr(jax, "__version_info__", version)
+        monkeypatch.setattr(jax, "__version__", ".".join(map(str, version)))
+        monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: name if name in modules else None)
+        monkeypatch.setattr(gpu_triton, "TritonKernel", object, raising=False)
+        if not plugin:
+            monkeypatch.delattr(gpu_triton, "TritonKernel")
+
+    yield present
+    gpus.missing.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "modules, options, reason",
+    [
+        (("triton", "jax_triton"), {}, None),
+        (("triton", "jax_triton"), {"version": (0, 12, 0)}, "jax 0.12.0: must be below 0.12, with which jax-triton"),
+        (("triton",), {}, "jax-triton is not installed"),
+        (("jax_triton",), {}, "triton is not installed"),
+        (("triton", "jax_triton"), {"plugin": False}, "jaxlib without a GPU plugin"),
+    ],
+)
+def test_what_triton_kernels_need(modules, options, reason, software):
+    """What is missing is the reason, and the next implementation is taken; a named one is refused."""
+    software(*modules, **options)
+    told = supports("mla_attention", compute_capability="8.0")["triton"]
+    assert told is None if reason is None else told.startswith(reason)
+    with compiling_for(A100):
+        chosen = choose("mla_attention", MLA_CALL, mla.IMPLEMENTATIONS, None)
+        assert chosen.name == ("xla" if reason else "triton")
+        if reason is not None:
+            with pytest.raises(NotImplementedError, match=f"triton: {reason}"):
+                choose("mla_attention", MLA_CALL, mla.IMPLEMENTATIONS, "triton")
+
+
+@pytest.mark.parametrize(
+    "facts, reason",
+    [
+        ({"compute_capability": "7.5"}, "sm_75: must be a GPU of sm_80"),
+        ({"arch": "gfx1100"}, "gfx1100: must be a GPU of sm_80"),
+        ({"platform": "gpu"}, "gpu: must be a GPU of sm_80"),
+        ({"platform": "tpu"}, "tpu: must be a GPU of sm_80"),
+        ({"arch": "gfx942"}, None),
+        ({"compute_capability": "8.9"}, None),
+    ],
+)
+def test_which_gpus_triton_kernels_are_for(facts, reason, software):
+    software("triton", "jax_triton")
+    told = supports("gqa_attention", **facts)
+    assert told["triton"] is None if reason is None else told["triton"].startswith(reason)
+    assert told["mosaic_gpu"] is not None
+
+
+@pytest.mark.parametrize(
+    "told, capability, arch",
+    [("9.0", "9.0", None), ("gfx942", None, "gfx942"), ("gfx90a:sramecc+:xnack-", None, "gfx90a"), (None, None, None)],
+)
+def test_amd_gpus_are_told_from_those_of_nvidia(told, capability, arch, monkeypatch):
+    """JAX calls what it tells of either a compute capability."""
+    device = types.SimpleNamespace(platform="gpu", compute_capability=told, core_count=304)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    found = current_device()
+    assert (found.compute_capability, found.arch, found.cores) == (capability, arch, 304)
+
+
+@pytest.mark.parametrize("wrong", ["mi300", 942, "sm_90"])
+def test_architectures_that_are_none(wrong, unchecked):
+    with pytest.raises(ValueError, match=r"arch=.* must be a string such as 'gfx942'"):
+        supports("mla_attention", arch=wrong)
+    with pytest.raises(ValueError, match="must be of an AMD gpu"):
+        supports("mla_attention", arch="gfx942", compute_capability="9.0")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +262,10 @@ def test_programs_for_another_device():
     assert current_device() == here and here.platform == jax.default_backend()
 
 
-@pytest.mark.parametrize("op", ["mla_attention", "grouped_matmul"])
+@pytest.mark.parametrize("op", ["grouped_matmul", "mla_attention"])
 def test_kernels_say_which_jax_they_need(op, monkeypatch):
     """The other implementations run on older ones."""
     monkeypatch.setattr(hopper, "_JAX", (99, 1, 2))
     answers = supports(op, compute_capability="9.0")
+    answers.pop("triton", None)
     assert answers == {"mosaic_gpu": f"jax {jax.__version__}: must be at least 99.1.2", "xla": None, "reference": None}

@@ -23,6 +23,7 @@ from mla_attn.ops.checks import (
 from mla_attn.ops.paged import PagedCall, facts_of, plan_calls, reference_supports, xla_supports
 from mla_attn.reference.gqa import gqa_attention as reference_gqa
 from mla_attn.specs import GQASpec
+from mla_attn.triton import gqa as triton
 from mla_attn.xla.gqa import gqa_attention as xla_gqa
 
 
@@ -59,6 +60,7 @@ class GQACall(PagedCall):
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", mosaic_gpu.supports, mosaic_gpu.gqa_attention, mosaic_gpu.plan_gqa),
+    Implementation("triton", triton.supports, triton.gqa_attention, triton.plan_gqa),
     Implementation("xla", xla_supports, xla_gqa, derivative="reference"),
     Implementation("reference", reference_supports, reference_gqa, derivative="own"),
 )
@@ -106,8 +108,8 @@ def gqa_attention(
         q_scale: scale of float8_e4m3fn queries, float32 [] or [T, H], from ``quantize_queries``; None for 1.
         return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
         out_dtype: dtype of ``out``; None for that of ``q``, or for bfloat16 if that is float8.
-        implementation: "mosaic_gpu", "xla" or "reference", or names in the order to try them; None for the default
-            choice.
+        implementation: "mosaic_gpu", "triton", "xla" or "reference", or names in the order to try them; None for the
+            default choice.
         batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
             rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.

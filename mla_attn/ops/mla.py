@@ -23,6 +23,7 @@ from mla_attn.ops.checks import (
 from mla_attn.ops.paged import PagedCall, facts_of, plan_calls, reference_supports, xla_supports
 from mla_attn.reference.mla import mla_attention as reference_mla
 from mla_attn.specs import MLASpec
+from mla_attn.triton import mla as triton
 from mla_attn.xla.mla import mla_attention as xla_mla
 
 
@@ -59,6 +60,7 @@ class MLACall(PagedCall):
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", mosaic_gpu.supports, mosaic_gpu.mla_attention, mosaic_gpu.plan_mla),
+    Implementation("triton", triton.supports, triton.mla_attention, triton.plan_mla),
     Implementation("xla", xla_supports, xla_mla, derivative="reference"),
     Implementation("reference", reference_supports, reference_mla, derivative="own"),
 )
@@ -110,8 +112,8 @@ def mla_attention(
         q_scale: scale of float8_e4m3fn queries, float32 [] or [T, H], from ``quantize_queries``; None for 1.
         return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
         out_dtype: dtype of ``out``; None for that of ``q_latent``, or for bfloat16 if that is float8.
-        implementation: "mosaic_gpu", "xla" or "reference", or names in the order to try them; None for the default
-            choice.
+        implementation: "mosaic_gpu", "triton", "xla" or "reference", or names in the order to try them; None for the
+            default choice.
         batch_invariant: the bits of a row depend only on its query, its visible keys and static arguments, not on its
             batch, bucket or mode: a decode row equals the same row of a verify call. Without it these may change
             rounding: a bfloat16 result by at most 2 units in the last place of its row's largest number.

@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS = {"mla_attn": ROOT / "mla_attn"} | {name: ROOT / path for name, path in _SETUPTOOLS["package-dir"].items()}
 
+_TRITON = "mla_attn.pallas_kernels.triton."
+
 
 class PathFinder(importlib.machinery.PathFinder):
     """Finds this library alone, the folders that ``package-dir`` maps under it included.
@@ -22,6 +24,14 @@ class PathFinder(importlib.machinery.PathFinder):
         if fullname in FOLDERS:
             return importlib.util.spec_from_file_location(fullname, FOLDERS[fullname] / "__init__.py")
         return super().find_spec(fullname, path, target) if fullname.startswith("mla_attn.") else None
+
+
+class TritonFinder(PathFinder):
+    """Finds the modules of Triton kernels, before jaxtyping's hook: Triton compiles functions, not wrappers of them."""
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        return super().find_spec(fullname, path, target) if fullname.startswith(_TRITON) else None
 
 
 def check(function):
@@ -43,4 +53,5 @@ def install() -> bool:
         import jaxtyping
 
         jaxtyping.install_import_hook("mla_attn", "source_tree.check")
+        sys.meta_path.insert(0, TritonFinder)
     return checked

@@ -1,0 +1,84 @@
+"""The Triton kernels without a GPU: interpreted on tiny shapes, and compiled for every architecture."""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import helpers
+import triton_host
+from mla_attn.dispatch import Device
+from ops.base import MLA
+from ops.batches import random_tree
+from ops.gqa_base import GQA
+
+pytestmark = triton_host.needs_triton
+
+
+class Interpreted:
+    """Calls under Triton's interpreter, as on a GPU of one multiprocessor, which divides keys into KV splits."""
+
+    implementation = "triton"
+    kernel = True
+    device = Device("gpu", "9.0", 1)
+
+    @pytest.fixture(autouse=True)
+    def interpreter(self, monkeypatch):
+        with triton_host.interpreting(monkeypatch, self.device):
+            yield
+
+    def few(self, seed, **changes):
+        """A batch with a KV split, rows and heads of padding, and requests without keys or rows."""
+        sizes = {"kv_lens": [0, 1, 140, 70, 9], "q_lens": [1, 1, 2, 3, 0], "max_q_len": 3, "page_size": 16, "most": 140}
+        return self.batch(seed, **{**sizes, "dtype": "bfloat16", **changes})
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("heads", [1, 6, 24])
+    def test_heads(self, heads, dtype):
+        self.check(self.few(1, heads=heads, dtype=dtype))
+
+    @pytest.mark.parametrize("page_size", [1, 48, 64])
+    def test_page_sizes(self, page_size):
+        self.check(self.few(2, page_size=page_size, layout="packed"))
+
+    def test_not_causal_with_strides(self):
+        batch = self.few(3, kv_offsets=[2, 1, 0, 2, 1], kv_stride=3, page_stride=5, layer_stride=2)
+        self.check(batch)
+        self.check(batch, causal=False, layer=2)
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_window_cap_and_sinks(self, window):
+        batch = self.few(4, window=window, soft_cap=0.8, scale=1.0, dtype="float32")
+        self.check(batch)
+        sinks = np.resize(np.asarray([1.5, -np.inf, np.inf, -2.0], np.float32), batch.out_shape[1])
+        self.check(batch, sinks=jnp.asarray(sinks))
+
+    @pytest.mark.parametrize("window", [None, 9])
+    def test_trees(self, window):
+        batch = self.few(5, window=window)
+        mask = random_tree(np.random.default_rng(5), batch, 3)
+        self.check(batch, tree_mask=jnp.asarray(mask))
+
+    @pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2"])
+    def test_float8(self, cache):
+        """Every code of a float8 is a bfloat16; scales enter before the cap."""
+        self.check(self.few(6, cache=cache, soft_cap=0.8, dtype="float32"), layer=2)
+        batch = self.few(6, cache=cache)
+        self.check(batch, layer=2)
+        self.check(helpers.quantized(batch), layer=1)
+
+    def test_batch_invariant(self):
+        self.check(self.few(7, kv_lens=[0, 1, 2050, 70, 9], most=2050, page_size=64), batch_invariant=True)
+
+
+class TestMLAInterpreted(Interpreted, MLA):
+    sizes: ClassVar[dict] = {**MLA.sizes, "kv_lora_rank": 96}
+
+
+class TestGQAInterpreted(Interpreted, GQA):
+    sizes: ClassVar[dict] = {**GQA.sizes, "heads": 6}
+
+    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved"])
+    def test_layouts(self, pool_layout):
+        self.check(self.few(8, pool_layout=pool_layout))
