@@ -148,6 +148,7 @@ def test_ranks_of_a_mesh():
         ragged.check_cache(stored, rank)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the CPU's XLA of before copies what it scatters into")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_the_cache_is_not_copied(kind, dtype):
