@@ -10,24 +10,18 @@ from mla_attn.dispatch import ENVIRONMENT_VARIABLE, Device, compiling_for
 from mla_attn.mosaic_gpu.grouped_matmul import output_tile
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.support import H200
+from ops.grouped_base import GroupedTests
 
 KERNEL = "custom_call @mosaic_gpu"
-TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("sizes", [(3, 0, 9), (0, 0, 0), (0, 12, 0), (2, 3, 4)])
-def test_runs_of_rows(sizes, dtype, implementation):
-    rng = np.random.default_rng(0)
-    rows, weights = jnp.asarray(rng.standard_normal((12, 8)), dtype), jnp.asarray(rng.standard_normal((3, 8, 5)), dtype)
-    got, start = grouped_matmul(rows, weights, jnp.asarray(sizes, jnp.int32), implementation=implementation), 0
-    assert got.dtype == jnp.float32
-    for weight, size in zip(weights, sizes, strict=True):
-        run = slice(start, start + size)
-        np.testing.assert_allclose(got[run], np.float64(rows[run]) @ np.float64(weight), atol=TOLERANCE[dtype])
-        start += size
-    assert (got[start:] == 0).all()
+class TestXLA(GroupedTests):
+    implementation = "xla"
+    poison = False
+
+
+class TestReference(GroupedTests):
+    implementation = "reference"
 
 
 def test_the_reference_holds_one_product_at_a_time():
@@ -112,7 +106,7 @@ def test_a_named_kernel_never_falls_back(monkeypatch):
         ((4, 8), (2, 9, 5), (2,), r"rows has shape \(4, 8\), must be \(4, 9\)"),
         ((4,), (2, 8, 5), (2,), r"rows has shape \(4,\), must be \[M, K\]"),
         ((4, 8), (8, 5), (2,), r"weights has shape \(8, 5\), must be \[E, K, N\]"),
-        ((4, 8), (2, 8, 5), (3,), r"sizes has shape \(3,\), must be \(2,\)"),
+        ((4, 8), (2, 8, 5), (1,), r"sizes has shape \(1,\), must be \[G\] with G at least the 2 of weights"),
     ],
 )
 def test_shapes_that_do_not_fit(unchecked, rows, weights, sizes, message):

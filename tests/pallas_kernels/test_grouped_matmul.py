@@ -17,60 +17,39 @@ import numpy as np
 import pytest
 
 import aot
+from groups import KINDS, product, random_sizes
 
 TILE_ROWS = (64, 128)
-
-
-def random_sizes(rng, num_rows: int, num_groups: int, kind: str) -> np.ndarray:
-    """Rows of each group, at most ``num_rows`` of them together."""
-    if kind == "one group":
-        sizes = np.zeros(num_groups, int)
-        sizes[rng.integers(num_groups)] = num_rows
-    elif kind == "few groups":
-        owner = rng.choice(rng.integers(num_groups, size=3), num_rows)
-        sizes = np.bincount(owner, minlength=num_groups)
-    else:
-        sizes = np.bincount(rng.integers(num_groups, size=num_rows), minlength=num_groups)
-    if kind == "rows of no group":
-        sizes[rng.random(num_groups) < 0.5] = 0
-    return sizes.astype(np.int32)
-
-
-KINDS = ("all", "one group", "few groups", "rows of no group")
-
-
-def product(rows, kernels, sizes) -> np.ndarray:
-    """By hand, in float64."""
-    out, start = np.zeros((rows.shape[0], kernels.shape[2])), 0
-    for kernel, size in zip(kernels, sizes, strict=True):
-        out[start : start + size] = np.float64(rows[start : start + size]) @ np.float64(kernel)
-        start += size
-    return out
 
 
 # Tiles
 
 
-def tiles_of(sizes, num_rows: int, tile_rows: int) -> np.ndarray:
+# Rows of a tile, and of what its first one is a multiple.
+TILES = ((64, 8), (128, 8), (16, 1), (128, 1))
+
+
+def tiles_of(sizes, num_rows: int, tile_rows: int, aligned: int) -> np.ndarray:
     """Records of the tiles that there are."""
     from mla_attn.pallas_kernels.tile_list import HEADER, RECORD, tile_list
 
-    numbers = np.asarray(tile_list(jnp.asarray(sizes, jnp.int32), num_rows=num_rows, tile_rows=tile_rows))
+    list_ = tile_list(jnp.asarray(sizes, jnp.int32), num_rows=num_rows, tile_rows=tile_rows, aligned=aligned)
+    numbers = np.asarray(list_)
     records = numbers[HEADER:].reshape(-1, len(RECORD))
     assert 0 <= numbers[0] <= len(records)
     return records[: numbers[0]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile_rows", TILE_ROWS)
+@pytest.mark.parametrize("tile_rows, aligned", TILES)
 @pytest.mark.parametrize("num_rows, num_groups", [(1, 4), (9, 1), (96, 64), (517, 256), (1024, 8)])
-def test_tiles_cover_every_row_once(num_rows, num_groups, tile_rows, kind):
+def test_tiles_cover_every_row_once(num_rows, num_groups, tile_rows, aligned, kind):
     for seed in range(4):
         sizes = random_sizes(np.random.default_rng(seed), num_rows, num_groups, kind)
         owners = np.full(num_rows, -1)
-        tiles = tiles_of(sizes, num_rows, tile_rows)
+        tiles = tiles_of(sizes, num_rows, tile_rows, aligned)
         for group, first, begin, end in tiles:
-            assert first % 8 == 0 and first <= begin < end <= first + tile_rows
+            assert first % aligned == 0 and first <= begin < end <= first + tile_rows
             assert (owners[begin:end] == -1).all()
             owners[begin:end] = group
         want = np.repeat(np.arange(num_groups), sizes)
@@ -78,19 +57,20 @@ def test_tiles_cover_every_row_once(num_rows, num_groups, tile_rows, kind):
         assert (np.diff(tiles[:, 2]) > 0).all()  # in order: neighbours share a kernel
 
 
-@pytest.mark.parametrize("tile_rows", TILE_ROWS)
+@pytest.mark.parametrize("tile_rows, aligned", TILES)
 @pytest.mark.parametrize("groups, left", [(140, 0), (140, 9), (0, 2)])
-def test_the_list_holds_the_most_tiles_that_sizes_may_need(groups, left, tile_rows):
-    """Groups of one tile's rows, that begin just before a multiple of 8 and so take two; and rows of no group."""
-    sizes = [7] + [tile_rows] * groups
-    tiles = tiles_of(sizes, sum(sizes) + left, tile_rows)
+def test_the_list_holds_the_most_tiles_that_sizes_may_need(groups, left, tile_rows, aligned):
+    """Groups that take two tiles, with one row more than fits one from where they begin; and rows of no group."""
+    first = max(aligned - 1, 1)
+    sizes = [first] + [tile_rows + (aligned == 1)] * groups
+    tiles = tiles_of(sizes, sum(sizes) + left, tile_rows, aligned)
     assert len(tiles) == 1 + 2 * groups + (left > 0)
     assert sum(end - begin for _, _, begin, end in tiles) == sum(sizes) + left
 
 
 @pytest.mark.parametrize("sizes", [(-3, 5, 2), (3, 90, 2), (2**30, 2**30, 2**29)])
 def test_whatever_the_sizes_are_tiles_lie_within_the_rows(sizes):
-    tiles = tiles_of(sizes, 20, 64)
+    tiles = tiles_of(sizes, 20, 64, 8)
     assert (tiles[:, 2] >= 0).all() and (tiles[:, 3] <= 20).all()
 
 
