@@ -52,6 +52,7 @@ class EvenPlan:
         teams: teams of a launch, all of which the device runs at once.
         max_tiles: key tiles of a request's page table.
         window: keys that a row may see, itself included; None for all.
+        tree: whether the windows of a request's rows end at positions of their own, as those of trees do.
         invariant: whether KV splits are cut at multiples of ``INVARIANT_TILES`` and nowhere else.
     """
 
@@ -65,6 +66,7 @@ class EvenPlan:
     teams: int
     max_tiles: int
     window: int | None = None
+    tree: bool = False
     invariant: bool = False
 
     @property
@@ -110,7 +112,7 @@ class EvenPlan:
     @property
     def most_tiles(self) -> int:
         """Most key tiles of a unit."""
-        if self.window is None:
+        if self.window is None or self.tree:
             return self.max_tiles
         return min(self.max_tiles, most_window_tiles(self.window, self.tile_tokens))
 
@@ -148,13 +150,15 @@ def even_list(
     q_lens: Int[Array, "B"],
     kv_lens: Int[Array, "B"],
     kv_offsets: Int[Array, "B"],
+    window_starts: Int[Array, "B"] | None = None,
     *,
     plan: EvenPlan,
     max_q_len: int,
     causal: bool = True,
     kv_stride: int = 1,
 ) -> Int[Array, "size"]:
-    """Makes the list, int32 [plan.size]; arguments are those of ``work_list``.
+    """Makes the list, int32 [plan.size]; arguments are those of ``work_list``, and with ``plan.tree`` the first
+    position in the window of any row of each request, counted from the table's first key.
 
     It holds the numbers of items and of units to combine, for each team the number of its first item and then that of
     all items, ``plan.num_items`` records of ``ITEM``, and ``plan.num_combined`` of ``COMBINED``. The items of a team
@@ -163,12 +167,12 @@ def even_list(
     Tiles left of every window of a row tile are in no item.
     """
     segments = segments_of(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_stride)
-    units = _units(segments, plan, kv_stride)
+    units = _units(segments, window_starts, plan, kv_stride)
     # Without barriers XLA computes all of this again for every number of the list.
     segments, units = jax.lax.optimization_barrier((segments, units))
     shares = jax.lax.optimization_barrier(_shares(units, plan))
     place = functools.partial(_Place.of, segments, units, plan)
-    items = _items(shares, place, plan, causal, kv_stride)
+    items = _items(shares, place, window_starts, plan, causal, kv_stride)
     count, combined = (_combined_splits if plan.invariant else _combined_cuts)(units, shares, place, plan)
     header = jnp.stack([shares.item[-1], count])
     return jnp.concatenate([header, shares.item, items, combined]).astype(jnp.int32)
@@ -216,13 +220,15 @@ class Shares:
     nth: Int[Array, "places"]
 
 
-def _units(s: Segments, plan: EvenPlan, kv_stride: int) -> Units:
+def _units(s: Segments, window_starts, plan: EvenPlan, kv_stride: int) -> Units:
     tiles = -(-s.keys // TILE)
     count = -(-s.tokens // plan.tile_tokens) * plan.sets
     splits = jnp.ones_like(tiles)
     if plan.invariant:
         splits = jnp.maximum(-(-tiles // INVARIANT_TILES), 1)
         tiles, count = jnp.minimum(tiles, INVARIANT_TILES), count * splits
+    elif plan.tree:
+        tiles = jnp.maximum(tiles - keys_before(window_starts[s.request], plan, kv_stride) // TILE, 0)
     elif plan.window is not None:  # most tiles that the keys of a row tile's windows lie in
         tiles = jnp.minimum(tiles, most_window_tiles(plan.window, plan.tile_tokens, kv_stride))
     before = earlier(tiles.shape[0])
@@ -291,7 +297,7 @@ class _Place:
         return cls(s, units.tiles[of], splits, nth, tokens, set_, split)
 
 
-def _items(shares: Shares, place, plan: EvenPlan, causal: bool, kv_stride: int):
+def _items(shares: Shares, place, window_starts, plan: EvenPlan, causal: bool, kv_stride: int):
     """The records of ``ITEM``."""
     number = jnp.arange(plan.num_items, dtype=jnp.int32)
     team = (shares.item[None, :-1] <= number[:, None]).sum(axis=1, dtype=jnp.int32) - 1
@@ -304,7 +310,9 @@ def _items(shares: Shares, place, plan: EvenPlan, causal: bool, kv_stride: int):
     first, end = jnp.zeros_like(s.keys), -(-s.keys // TILE)  # tiles that the unit's rows see
     if causal:  # keys after those of the row tile's last row are not visible
         end = jnp.minimum(end, -(-keys_before(s.position + at.nth + at.tokens, plan, kv_stride) // TILE))
-    if plan.window is not None:  # nor those left of its first row's window
+    if plan.tree:
+        first = keys_before(window_starts[s.request], plan, kv_stride) // TILE
+    elif plan.window is not None:  # nor those left of its first row's window
         first = keys_before(s.position + at.nth - plan.window + 1, plan, kv_stride) // TILE
     if plan.invariant:
         begin = at.split * INVARIANT_TILES

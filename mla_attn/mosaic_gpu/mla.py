@@ -82,8 +82,9 @@ def choose_kernel(rows: int, *, key_tiles: int, cores: int, batch_invariant: boo
     return "mla_decode", TILE_ROWS
 
 
-def plan_mla(metadata, pool, spec, *, causal, batch_invariant, out_dtype):
+def plan_mla(metadata, pool, spec, *, causal, tree, batch_invariant, out_dtype):
     """Adds the work list of calls with these static arguments to the metadata; see ``ops.mla.plan_mla``."""
+    del tree  # the list is the same with and without
     launch = _launch(metadata, pool, spec, causal=causal, batch_invariant=batch_invariant, out_dtype=out_dtype)
     return dataclasses.replace(metadata, work=_work(metadata, launch), work_plan=launch)
 

@@ -81,9 +81,8 @@ def plan_calls(
     if chosen.plan is None:
         return metadata
     metadata = dataclasses.replace(metadata, work_plan=None)  # drop an older list, which may be for other lengths
-    return chosen.plan(
-        metadata, pool, spec, causal=call.causal, batch_invariant=call.batch_invariant, out_dtype=np.dtype(out_dtype)
-    )
+    flags = {"causal": call.causal, "tree": call.tree, "batch_invariant": call.batch_invariant}
+    return chosen.plan(metadata, pool, spec, **flags, out_dtype=np.dtype(out_dtype))
 
 
 def xla_supports(call: PagedCall, device: Device) -> str | None:

@@ -101,13 +101,15 @@ def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
 
     Args:
         rows: what ``rows_of_keys`` returned; each warp copies 16 of them.
-        pages: bfloat16 [pages, P, N] in global memory, a slice of the pool's channels; N is 64, 128 or 256.
-        to: bfloat16 [64, N] in shared memory.
-        transforms: layout of ``to``: tiles of 8 by 64 with a swizzle of 128 bytes.
+        pages: [pages, P, N] in global memory, a slice of the pool's channels, of one or two bytes each; N is 64, 128
+            or 256.
+        to: [64, N] in shared memory.
+        transforms: layout of ``to``: tiles of 8 rows by 128 bytes, or 64 if a row has no more, swizzled.
     """
-    channels = to.shape[1]
-    chunks = channels // 8  # 16 bytes each, one for a thread
-    at_once = 32 // chunks  # rows that a warp copies at a time
+    size = jnp.dtype(to.dtype).itemsize
+    row_chunks = to.shape[1] * size // 16  # 16 bytes each, one for a thread
+    tile_chunks = min(row_chunks, 8)
+    at_once = 32 // row_chunks  # rows that a warp copies at a time
 
     @plgpu.inline_mgpu(arg_types=(_EACH_THREAD, plgpu.RefType(), plgpu.RefType(transforms)))
     def gather(_, rows, pages, to):
@@ -116,19 +118,25 @@ def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
         target = mgpu.utils.memref_ptr(to)
         own = vector.extract(rows.registers.item(), dynamic_position=[], static_position=[0])
         warp, lane = _warp_and_lane()
-        chunk, first = arith.remui(lane, _i32(chunks)), arith.divui(lane, _i32(chunks))
+        chunk, first = arith.remui(lane, _i32(row_chunks)), arith.divui(lane, _i32(row_chunks))
         source = mgpu.utils.getelementptr(source, [arith.muli(chunk, _i32(16))], byte)
-        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 2 * pages.type.get_strides_and_offset()[0][1]))
+        row_bytes = size * pages.type.get_strides_and_offset()[0][1]
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, row_bytes))
         for n in range(0, 16, at_once):
             row = arith.addi(first, _i32(n))  # number among the warp's 16
             place = nvvm.shfl_sync(_i32(-1), own, row, _i32(31), nvvm.ShflKind.idx)
             in_tile = arith.remui(row, _i32(8))
             tile = arith.addi(arith.muli(warp, _i32(2)), arith.divui(row, _i32(8)))
-            tile = arith.addi(arith.muli(tile, _i32(channels // 64)), arith.divui(chunk, _i32(8)))
-            swizzled = arith.xori(arith.remui(chunk, _i32(8)), in_tile)
-            inside = arith.addi(arith.muli(in_tile, _i32(128)), arith.muli(swizzled, _i32(16)))
+            tile = arith.addi(
+                arith.muli(tile, _i32(row_chunks // tile_chunks)), arith.divui(chunk, _i32(tile_chunks))
+            )
+            line = arith.divui(in_tile, _i32(8 // tile_chunks))  # of 128 bytes
+            swizzled = arith.xori(arith.remui(chunk, _i32(tile_chunks)), line)
+            inside = arith.addi(arith.muli(in_tile, _i32(16 * tile_chunks)), arith.muli(swizzled, _i32(16)))
             nvvm.cp_async_shared_global(
-                mgpu.utils.getelementptr(target, [arith.addi(arith.muli(tile, _i32(1024)), inside)], byte),
+                mgpu.utils.getelementptr(
+                    target, [arith.addi(arith.muli(tile, _i32(128 * tile_chunks)), inside)], byte
+                ),
                 mgpu.utils.getelementptr(source, [arith.muli(arith.extui(i64, place), row_bytes)], byte),
                 16,
                 nvvm.LoadCacheModifierKind.CG,
@@ -304,30 +312,41 @@ def gather_queries(queries, to, token, head, *, count: int, group: int, num_head
     gather(queries, to, token, head)
 
 
-def take(ref, at: jax.Array, dtype) -> jax.Array:
+def take(ref, at: jax.Array, dtype, layout=ROW) -> jax.Array:
     """``ref[at]``, a load from global memory for each number.
 
     Args:
         ref: [N].
-        at: int32 [64] in ``ROW``, all of ``[0, N)``.
+        at: int32 [n] in ``layout``, all of ``[0, N)``.
         dtype: that of ``ref``.
+        layout: one number for each row of wgmma's accumulators, or for each column.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), ROW), return_type=plgpu.ShapeDtypeStruct(at.shape, dtype, layout=ROW)
+        arg_types=(plgpu.RefType(), layout), return_type=plgpu.ShapeDtypeStruct(at.shape, dtype, layout=layout)
     )
     def load(_, ref, at):
         is_signed = True if jnp.issubdtype(dtype, jnp.integer) else None
-        index = ir.IndexType.get()
+        index, element = ir.IndexType.get(), ir.MemRefType(ref.type).element_type
+
+        def one(number):
+            return memref.load(ref, [arith.index_castui(index, number)])
+
         registers = np.empty_like(at.registers)
         for n, register in np.ndenumerate(at.registers):
-            packed = isinstance(register.type, ir.VectorType)
-            number = vector.extract(register, dynamic_position=[], static_position=[0]) if packed else register
-            value = memref.load(ref, [arith.index_castui(index, number)])
-            registers[n] = vector.broadcast(ir.VectorType.get((1,), value.type), value) if packed else value
+            if isinstance(register.type, ir.VectorType):
+                numbers = [_element(register, i) for i in range(ir.VectorType(register.type).shape[0])]
+                kind = ir.VectorType.get((len(numbers),), element)
+                registers[n] = vector.from_elements(kind, [one(number) for number in numbers])
+            else:
+                registers[n] = one(register)
         return mgpu.FragmentedArray(_registers=registers, _layout=at.layout, _is_signed=is_signed)
 
     return load(ref, at)
+
+
+def _element(register, n: int):
+    return vector.extract(register, dynamic_position=[], static_position=[n])
 
 
 def load_repeated(ref, count: int) -> jax.Array:
@@ -362,18 +381,19 @@ def _repeated_index(ref):
     return arith.index_castui(ir.IndexType.get(), thread)
 
 
-def scatter_vector(ref, values: jax.Array, first, count, *, group: int, stride: int) -> None:
+def scatter_vector(ref, values: jax.Array, first, count, *, group: int, stride: int, layout=ROW) -> None:
     """Stores ``ref[first + r // group * stride + r % group] = values[r]`` in global memory, for r below ``count``.
 
     Args:
         ref: float32 [N].
-        values: float32 [64] in ``ROW``.
+        values: float32 [n] in ``layout``; threads that hold the same number all write it.
         first, count: int32.
         group, stride: consecutive numbers, and from a group to the next.
+        layout: one number for each row of wgmma's accumulators, or for each column.
     """
     scalar = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, scalar, scalar))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, scalar, scalar))
     def store(_, ref, values, first, count):
         index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
         first, count = first.registers.item(), count.registers.item()

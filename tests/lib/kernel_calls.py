@@ -114,6 +114,25 @@ GQA_CALLS = {
     },
 }
 
+GQA_CALLS |= {
+    "GQA: float8": {"cache": "float8_e4m3fn"},
+    "GQA: float8, 64 channels, sinks, pages of 1": {
+        "cache": "float8_e5m2",
+        "heads": 64,
+        "head_dim": 64,
+        "sinks": True,
+        "page_size": 1,
+    },
+    "GQA: float8, 256 channels, prompt parts, tree": {
+        "cache": "float8_e4m3fn",
+        "head_dim": 256,
+        "max_q_len": 64,
+        "tree": 70,
+    },
+    "GQA: float8, one head": {"cache": "float8_e4m3fn", "heads": 8, "kv_heads": 1, "pool_layout": "hnd"},
+    "GQA: 142 heads over 2, tree, window": {"heads": 142, "kv_heads": 2, "max_q_len": 3, "tree": 5, "window": 70},
+}
+
 NOTHING = {
     "no requests": {"kv_lens": [], "q_lens": [], "num_rows": 3, "layout": "packed"},
     "no rows": {"kv_lens": [0, 0], "q_lens": [0, 0], "num_rows": 0, "layout": "packed"},

@@ -66,22 +66,45 @@ def test_lengths_replaced_are_planned_again(lists):
 
 
 @pytest.mark.parametrize(
-    "kv_heads, wide, want",
+    "heads, kv_heads, sizes, want",
     [
-        (8, False, (2, 4, 33)),
-        (8, True, (1, 4, 33)),
-        (1, False, (1, 1, 132)),
-        (7, False, (1, 1, 132)),
-        (16, False, (2, 4, 33)),
-        (6, False, (2, 3, 44)),
-        (12, False, (2, 6, 22)),
+        (32, 8, {}, ("gqa_stream", 1, 2, 4, 33)),
+        (32, 8, {"head_dim": 256}, ("gqa_stream", 1, 1, 4, 33)),
+        (4, 1, {}, ("gqa_stream", 1, 1, 1, 132)),
+        (28, 7, {}, ("gqa_stream", 1, 1, 1, 132)),
+        (64, 16, {}, ("gqa_stream", 1, 2, 4, 33)),
+        (24, 6, {}, ("gqa_stream", 1, 2, 3, 44)),
+        (48, 12, {}, ("gqa_stream", 1, 2, 6, 22)),
+        (32, 8, {"max_q_len": 16}, ("gqa_decode", 1, 2, 4, 33)),
+        (32, 8, {"batch_invariant": True}, ("gqa_decode", 1, 2, 4, 33)),
+        (128, 1, {}, ("gqa_decode", 2, 2, 1, 132)),
+        (71, 1, {}, ("gqa_decode", 2, 2, 1, 132)),
+        (32, 8, {"cache": "float8_e4m3fn"}, ("gqa_stream", 1, 4, 2, 66)),
+        (32, 8, {"cache": "float8_e5m2", "max_q_len": 5}, ("gqa_stream", 1, 2, 4, 33)),
+        (8, 2, {"cache": "float8_e5m2"}, ("gqa_stream", 1, 2, 1, 132)),
+        (8, 1, {"cache": "float8_e4m3fn"}, ("gqa_stream", 1, 1, 1, 264)),
+        (64, 1, {"cache": "float8_e4m3fn", "head_dim": 256}, ("gqa_stream", 2, 2, 1, 132)),
     ],
 )
-def test_teams(kv_heads, wide, want):
-    """Together they take all KV heads, and keep all multiprocessors busy."""
-    block_heads, lanes, count = mosaic_gpu.teams(kv_heads, H200.cores, wide=wide)
-    assert (block_heads, lanes, count) == want
-    assert kv_heads % (block_heads * lanes) == 0 and lanes * count == H200.cores
+def test_divisions(heads, kv_heads, sizes, want):
+    """Teams together take all KV heads, or the sets of their query heads, and keep all multiprocessors busy."""
+    sizes = {"max_q_len": 1, **sizes}
+    invariant = sizes.pop("batch_invariant", False)
+    plan, _, arguments = make_gqa(heads=heads, kv_heads=kv_heads, batch_invariant=invariant, **sizes)
+    with compiling_for(H200):
+        launch = jax.eval_shape(plan, *arguments[:2]).work_plan
+    options = {"max_q_len": sizes["max_q_len"], "batch_invariant": invariant}
+    with compiling_for(H200):
+        division = mosaic_gpu.divide(batch_spec(heads, kv_heads, sizes), arguments[0].format, **options)
+    made = launch.plan
+    assert (division.kernel, division.parts, made.block_heads, made.lanes, made.teams) == want
+    assert made.kv_heads == kv_heads * division.parts and made.kv_heads % made.set_heads == 0
+    assert made.blocks == division.sharing * H200.cores
+    assert 0 <= division.parts * division.heads - heads // kv_heads < division.parts
+
+
+def batch_spec(heads, kv_heads, sizes):
+    return GQASpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=sizes.get("head_dim", 128), scale=0.1)
 
 
 @pytest.mark.parametrize("heads, rows, tile_tokens", [(8, 1, 1), (8, 6, 6), (32, 64, 16), (24, 64, 21), (512, 3, 1)])
