@@ -28,7 +28,7 @@ def supports(call, device: Device) -> str | None:
         return reason
     spec = call.spec
     if call.format.name not in _DTYPES:
-        return f"a {call.format.name} pool: must be {' or '.join(_DTYPES)}"
+        return f"a {call.format.name} pool: must be {', '.join(_DTYPES)}"
     if call.skip:
         return "skip_threshold: must be None"
     if call.layout not in _LAYOUTS:
@@ -138,7 +138,8 @@ def _work(m, launch: Launch):
     if m.work_plan == launch:
         return m.work
     lengths = (m.q_starts, m.q_lens, m.kv_lens, m.kv_offsets)
-    starts = _window_starts(m, launch.plan.window) if launch.plan.tree else None
+    window = launch.plan.window
+    starts = _window_starts(m, window) if window is not None and launch.plan.tree else None
     options = {"max_q_len": m.max_q_len, "causal": launch.causal, "kv_stride": m.kv_stride}
     return even_list(*lengths, starts, plan=launch.plan, **options)
 
@@ -184,7 +185,7 @@ def gqa_attention(q, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, 
         layer=layer.reshape(1),
         work=work,
         tree=_tree_words(tree_mask, m) if tree else None,
-        window_starts=_window_starts(m, spec.window) if plan.tree else None,
+        window_starts=_window_starts(m, spec.window) if spec.window is not None and tree else None,
         positions=_positions(m) if plan.tree else None,
         sinks=None if sinks is None else _padded(sinks.astype(jnp.float32)[None, :, None], division, spec).ravel(),
         k_scale=k_scale.ravel(),
@@ -218,7 +219,7 @@ def _unpadded(rows, division: Division, spec):
 
 def _window_starts(m, window: int):
     """The first position in any window of a request's rows, counted from its table's first key: int32 [B]."""
-    row = jnp.arange(m.max_q_len, dtype=jnp.int32)
+    row = jnp.arange(m.max_q_len, dtype=jnp.int32)[None]
     at = jnp.clip(m.q_starts[:, None] + row, 0, m.positions.shape[0] - 1)
     positions = jnp.where(row < m.q_lens[:, None], m.positions[at], jnp.iinfo(jnp.int32).max)
     return jnp.maximum(positions.min(axis=1), 0) - (window - 1) - m.kv_offsets

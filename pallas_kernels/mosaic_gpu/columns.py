@@ -14,7 +14,7 @@ from jax._src.lib.mlir.dialects import arith, llvm, nvvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, _i32, _scattered, _warp_and_lane
+from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, _i32, _scattered, _warp_and_lane, elements
 
 COLUMN = ACC.reduce(0)  # layout of one number for each column
 _COMBINE = {"maximum": arith.maxnumf, "sum": arith.addf}
@@ -29,9 +29,7 @@ def own_columns(values: jax.Array, by: Literal["maximum", "sum"]) -> jax.Array:
     """
     columns, combine = values.shape[1], _COMBINE[by]
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=COLUMN)
-    )
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=COLUMN))
     def reduce(_, values):
         registers = values.registers.reshape(columns // 8, 2)
         return _numbers([combine(first, second) for first, second in registers])
@@ -60,7 +58,7 @@ def reduce_columns(values: jax.Array, scratch, by: Literal["maximum", "sum"]) ->
         base = mgpu.utils.memref_ptr(scratch)
         own = arith.muli(arith.remui(lane, _i32(4)), _i32(2))
         for n, register in enumerate(values.registers.ravel()):
-            numbers = [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
+            numbers = elements(register)
             for distance in (4, 8, 16):
                 numbers = [combine(x, _from_lane(x, distance)) for x in numbers]
             at = arith.addi(arith.addi(arith.muli(warp, _i32(columns)), own), _i32(8 * n))
@@ -108,9 +106,7 @@ def sum_parts(values: jax.Array, columns: int) -> jax.Array:
     if both == columns:
         return values
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=ACC)
-    )
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=ACC))
     def add(_, values):
         registers, half = values.registers.reshape(rows // 64, both // 8, 2), columns // 8
         added = np.empty((rows // 64, half, 2), dtype=object)
@@ -156,9 +152,7 @@ def scatter_columns(
                     place = arith.addi(place, arith.extui(i64, channel))
                     place = mgpu.utils.getelementptr(base, [place], element)
                     for tile, half in np.ndindex(channels // 64, 2):
-                        number = vector.extract(
-                            registers[tile, n, half], dynamic_position=[], static_position=[odd]
-                        )
+                        number = elements(registers[tile, n, half])[odd]
                         if dtype != jnp.float32:
                             number = arith.truncf(element, number)
                         start, *_ = channel_of(tile, half, channels)

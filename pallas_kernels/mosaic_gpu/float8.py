@@ -2,14 +2,14 @@
 # (JAX exports its MLIR bindings for itself alone, and does not type what inline_mgpu makes of a function.)
 """Keys and values stored as bytes, which become operands of products in registers.
 
-Compute capability 9.0 has no conversion from float8 to bfloat16. But a byte's bits, moved to their places in a bfloat16,
-are its value times a power of two: 2^-120 for e4m3, 2^-112 for e5m2, which one product takes back, exactly. So it is for
-all finite codes, subnormals included. Codes of NaN and infinity become finite numbers.
+Compute capability 9.0 has no conversion from float8 to bfloat16. But the bits of a byte, moved to their places in a
+bfloat16, are its value times a power of two: 2^-120 for e4m3, 2^-112 for e5m2, which one product takes back, exactly.
+So it is for all finite codes, subnormals included. Codes of NaN and infinity become finite numbers.
 
-A byte is read where its operand belongs: thread t % 4 of a row of A has channels 2t, 2t + 1, 2t + 8 and 2t + 9 of every
+A byte is read where its operand belongs: thread t % 4 of a row of A has channels 2t, 2t + 1, 2t + 8 and 2t + 9 of each
 16. Which channel is called which is free, as long as both operands agree. Keys are read 16 bytes at a time, so their
 channels are renamed, and queries are stored in this order (``place_queries``). Of values 4 bytes at a time are read, of
-four channels: rows of O^T are renamed, which ``store_columns`` undoes.
+four channels: rows of O^T are renamed, which ``channel_of`` tells ``scatter_columns``.
 """
 
 import jax
@@ -20,7 +20,7 @@ from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, TILED, _i32, _warp_and_lane
+from mla_attn.pallas_kernels.mosaic_gpu.primitives import ACC, TILED, _i32, _warp_and_lane, elements
 
 _PLACES = {"float8_e4m3fn": (4, 120), "float8_e5m2": (3, 112)}  # bits to the right, from a half's upper byte; exponent
 
@@ -73,8 +73,7 @@ def keys_operand(keys, dtype: str) -> jax.Array:
             for half in range(2):
                 start = half * 8 * channels + n // 2 * 8 * width
                 words = _load(base, at, start, ir.VectorType.get((4,), _i32(0).type))
-                for i in range(4):
-                    word = vector.extract(words, dynamic_position=[], static_position=[i])
+                for i, word in enumerate(elements(words)):
                     pairs[8 * n + 2 * i, half] = placed(arith.shli(word, _i32(8)), dtype)
                     pairs[8 * n + 2 * i + 1, half] = placed(word, dtype)
         return _operand(pairs[None], (64, channels))
@@ -171,8 +170,7 @@ def place_queries(queries, to, token, head, *, count: int, group: int, num_heads
                 place = arith.addi(arith.muli(from_token, _i32(num_heads)), head)
                 place = arith.addi(place, arith.remui(row, _i32(group)))
                 place = mgpu.utils.getelementptr(source, [arith.muli(arith.extui(i64, place), row_bytes)], byte)
-                words = llvm.load(ir.VectorType.get((4,), _i32(0).type), place)
-                words = [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(4)]
+                words = elements(llvm.load(ir.VectorType.get((4,), _i32(0).type), place))
                 of_8, in_8 = arith.divui(row, _i32(8)), arith.remui(row, _i32(8))
                 for i in range(2):
                     low, high = words[2 * i : 2 * i + 2]
@@ -180,9 +178,7 @@ def place_queries(queries, to, token, head, *, count: int, group: int, num_heads
                     odd = arith.ori(arith.shrui(low, _i32(16)), arith.andi(high, _i32(0xFFFF0000 - 2**32)))
                     for second, word in enumerate((even, odd)):
                         to_chunk = arith.addi(arith.muli(arith.addi(step, _i32(i)), _i32(2)), _i32(second))
-                        tile = arith.addi(
-                            arith.muli(of_8, _i32(channels // 64)), arith.divui(to_chunk, _i32(8))
-                        )
+                        tile = arith.addi(arith.muli(of_8, _i32(channels // 64)), arith.divui(to_chunk, _i32(8)))
                         swizzled = arith.xori(arith.remui(to_chunk, _i32(8)), in_8)
                         offset = arith.addi(arith.muli(in_8, _i32(128)), arith.muli(swizzled, _i32(16)))
                         offset = arith.addi(offset, arith.muli(lane, _i32(4)))

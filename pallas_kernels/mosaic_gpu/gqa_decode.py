@@ -60,7 +60,9 @@ def gqa_decode(
         out_dtype: float32, bfloat16 or float16.
     """
     registers = (56, 224) if plan.block_heads > 1 else None  # with less, each thread may have all that there are
-    return attend(_Body.of(arrays, call, plan), arrays, out_dtype=out_dtype, kernel_name="gqa_decode", registers=registers)
+    return attend(
+        _Body.of(arrays, call, plan), arrays, out_dtype=out_dtype, kernel_name="gqa_decode", registers=registers
+    )
 
 
 class _Body(Scores):

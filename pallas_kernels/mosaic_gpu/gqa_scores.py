@@ -88,7 +88,7 @@ class Scores(Block):
         token = lax.min(self.item["token"] + lax.div(row, plan.heads), plan.num_tokens - 1)
         c = at - (self.item["position"] - (call.tree_keys - call.max_q_len))
         seen = c < 0
-        if plan.tree:
+        if plan.tree and plan.window is not None:
             seen &= at > self.spread(take(self.positions, token, jnp.int32, self.row_layout), at.shape) - plan.window
         for n in range(self.tree.shape[0]):
             words = take(self.tree.at[n], token, jnp.int32, self.row_layout)

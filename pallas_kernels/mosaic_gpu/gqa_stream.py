@@ -27,7 +27,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
 from mla_attn.pallas_kernels.even_list import EvenPlan
-from mla_attn.pallas_kernels.mosaic_gpu.columns import own_columns, reduce_columns, scale_columns, scatter_columns, sum_parts
+from mla_attn.pallas_kernels.mosaic_gpu.columns import (
+    own_columns,
+    reduce_columns,
+    scale_columns,
+    scatter_columns,
+    sum_parts,
+)
 from mla_attn.pallas_kernels.mosaic_gpu.float8 import channel_of, keys_operand, values_operand
 from mla_attn.pallas_kernels.mosaic_gpu.gqa_block import Arrays, Call, attend
 from mla_attn.pallas_kernels.mosaic_gpu.gqa_scores import Scores

@@ -120,23 +120,18 @@ def gather_rows(rows: jax.Array, pages, to, *, transforms: tuple) -> None:
         warp, lane = _warp_and_lane()
         chunk, first = arith.remui(lane, _i32(row_chunks)), arith.divui(lane, _i32(row_chunks))
         source = mgpu.utils.getelementptr(source, [arith.muli(chunk, _i32(16))], byte)
-        row_bytes = size * pages.type.get_strides_and_offset()[0][1]
-        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, row_bytes))
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, size * pages.type.get_strides_and_offset()[0][1]))
         for n in range(0, 16, at_once):
             row = arith.addi(first, _i32(n))  # number among the warp's 16
             place = nvvm.shfl_sync(_i32(-1), own, row, _i32(31), nvvm.ShflKind.idx)
             in_tile = arith.remui(row, _i32(8))
             tile = arith.addi(arith.muli(warp, _i32(2)), arith.divui(row, _i32(8)))
-            tile = arith.addi(
-                arith.muli(tile, _i32(row_chunks // tile_chunks)), arith.divui(chunk, _i32(tile_chunks))
-            )
+            tile = arith.addi(arith.muli(tile, _i32(row_chunks // tile_chunks)), arith.divui(chunk, _i32(tile_chunks)))
             line = arith.divui(in_tile, _i32(8 // tile_chunks))  # of 128 bytes
             swizzled = arith.xori(arith.remui(chunk, _i32(tile_chunks)), line)
             inside = arith.addi(arith.muli(in_tile, _i32(16 * tile_chunks)), arith.muli(swizzled, _i32(16)))
             nvvm.cp_async_shared_global(
-                mgpu.utils.getelementptr(
-                    target, [arith.addi(arith.muli(tile, _i32(128 * tile_chunks)), inside)], byte
-                ),
+                mgpu.utils.getelementptr(target, [arith.addi(arith.muli(tile, _i32(128 * tile_chunks)), inside)], byte),
                 mgpu.utils.getelementptr(source, [arith.muli(arith.extui(i64, place), row_bytes)], byte),
                 16,
                 nvvm.LoadCacheModifierKind.CG,
@@ -191,9 +186,7 @@ def zero_rows(rows, first, before=None) -> None:
 def store_vector(ref, values: jax.Array, layout) -> None:
     """Stores ``ref[...] = values`` in global memory, for any length. (Pallas' own store asks for whole cache lines.)
 
-    Args:
-        ref: float32 [N].
-        values: float32 [N] in ``layout``; threads that hold the same number all write it.
+    Both are float32 [N], ``values`` in ``layout``; threads that hold the same number all write it.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
@@ -316,9 +309,8 @@ def take(ref, at: jax.Array, dtype, layout=ROW) -> jax.Array:
     """``ref[at]``, a load from global memory for each number.
 
     Args:
-        ref: [N].
+        ref: [N], of ``dtype``.
         at: int32 [n] in ``layout``, all of ``[0, N)``.
-        dtype: that of ``ref``.
         layout: one number for each row of wgmma's accumulators, or for each column.
     """
 
@@ -335,9 +327,8 @@ def take(ref, at: jax.Array, dtype, layout=ROW) -> jax.Array:
         registers = np.empty_like(at.registers)
         for n, register in np.ndenumerate(at.registers):
             if isinstance(register.type, ir.VectorType):
-                numbers = [_element(register, i) for i in range(ir.VectorType(register.type).shape[0])]
-                kind = ir.VectorType.get((len(numbers),), element)
-                registers[n] = vector.from_elements(kind, [one(number) for number in numbers])
+                numbers = [one(number) for number in elements(register)]
+                registers[n] = vector.from_elements(ir.VectorType.get((len(numbers),), element), numbers)
             else:
                 registers[n] = one(register)
         return mgpu.FragmentedArray(_registers=registers, _layout=at.layout, _is_signed=is_signed)
@@ -345,8 +336,10 @@ def take(ref, at: jax.Array, dtype, layout=ROW) -> jax.Array:
     return load(ref, at)
 
 
-def _element(register, n: int):
-    return vector.extract(register, dynamic_position=[], static_position=[n])
+def elements(register) -> list:
+    """The numbers of a register that is a vector."""
+    count = ir.VectorType(register.type).shape[0]
+    return [vector.extract(register, dynamic_position=[], static_position=[n]) for n in range(count)]
 
 
 def load_repeated(ref, count: int) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import float8
 import helpers
 from mla_attn.dispatch import compiling_for, current_device
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
@@ -132,7 +133,7 @@ class TestTransposed(TestFewRows):
 
 
 class TestGQA(GQATests):
-    """Two KV heads a thread block, four query heads in all: most rows of a product belong to nobody."""
+    """Two KV heads a thread block, four query heads in all: rows of products are columns, most of nobody."""
 
     # What TMA cannot copy is gathered: pages of less than 8, and the interleaved layout of the shared tests, in rows of
     # 136 elements.
@@ -155,27 +156,60 @@ class TestGQA(GQATests):
     def test_scale_and_large_scores(self):
         check_large_scores(self)
 
-    def test_tree_with_a_window(self):
-        batch = self.batch(32, window=9)
-        mask = jnp.ones((8, batch.metadata.max_q_len, batch.metadata.max_q_len), bool)
-        self.check(batch, tree_mask=mask, served=False)
-
     def test_groups(self):  # of shapes that the shared test does not let be wide
-        for heads, kv_heads in ((6, 1), (7, 7), (32, 8), (64, 1)):
-            sizes = {"heads": heads, "kv_heads": kv_heads, "kv_lens": [9, 300], "q_lens": [2, 1]}
-            self.check(self.batch(35, most=300, **sizes))
+        for heads, kv_heads in ((6, 1), (7, 7), (32, 8), (64, 1), (142, 2)):
+            for cache in (None, "float8_e4m3fn"):
+                sizes = {"heads": heads, "kv_heads": kv_heads, "kv_lens": [9, 300], "q_lens": [2, 1], "cache": cache}
+                self.check(self.batch(35, most=300, **sizes))
+
+    def test_sinks_of_divided_groups(self):
+        """71 query heads of a KV head are two sets of 36, one head of which is nobody's."""
+        sizes = {"heads": 142, "kv_heads": 2, "kv_lens": [9, 300], "q_lens": [2, 1], "most": 300}
+        self.check(self.batch(38, **sizes), sinks=jnp.linspace(-2.0, 4.0, 142, dtype=jnp.float32))
+
+    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved"])
+    def test_float8_layouts(self, pool_layout):
+        """Rows of 136 bytes, which interleaved pools of the shared tests have, are no multiple of 16."""
+        batch = self.batch(36, pool_layout=pool_layout, cache="float8_e5m2")
+        self.check(batch, layer=2, served=pool_layout == "hnd")
+        if pool_layout == "interleaved":
+            narrow = dataclasses.replace(batch.pool, k=batch.pool.k[..., :128])
+            self.check(dataclasses.replace(batch, pool=narrow), layer=2)
+
+    @pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2"])
+    def test_every_code(self, cache):
+        """Each finite code as a value of a request with one key, which is its result, and as a channel of the key."""
+        numbers = np.arange(256, dtype=np.uint8).view(jnp.dtype(cache)).astype(np.float32).reshape(2, 128)
+        numbers = np.where(np.isfinite(numbers), numbers, 0)
+        batch = self.batch(39, cache=cache, kv_lens=[1, 1], q_lens=[1, 1], max_q_len=1)
+        page = batch.pool.placement.physical_pages(batch.metadata.page_table[:, 0], 0)
+        codes = jnp.asarray(np.broadcast_to(float8.codes(numbers, cache)[:, None], (2, 2, 128)))
+        scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())}
+        k, v = (x.at[page, 0].set(codes) for x in batch.pool.arrays)
+        pool = dataclasses.replace(batch.pool, k=k, v=v, **scales)
+        for channel in range(0, 128, 5):
+            q = jnp.zeros_like(batch.q).at[:, :, channel].set(1)
+            out, lse = self.attend(dataclasses.replace(batch, q=q, pool=pool), layer=0)
+            assert (np.asarray(out, np.float32) == numbers[:, None]).all()
+            np.testing.assert_allclose(lse, numbers[:, [channel] * 4] * batch.spec.scale, rtol=1e-6)
 
     @pytest.mark.parametrize("head_dim, v_head_dim", [(64, 128), (128, 64), (128, 128), (128, 256), (256, 256)])
-    def test_dims(self, head_dim, v_head_dim):
+    @pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
+    def test_dims(self, head_dim, v_head_dim, cache):
         """Also divided into KV splits."""
         sizes = {"kv_lens": [0, 1, 63, 64, 65, 1000, 130, 5000], "q_lens": [1] * 8, "max_q_len": 1, "most": 5000}
-        self.check(self.batch(36, head_dim=head_dim, v_head_dim=v_head_dim, heads=16, kv_heads=4, **sizes))
+        dims = {"head_dim": head_dim, "v_head_dim": v_head_dim, "cache": cache}
+        self.check(self.batch(36, heads=16, kv_heads=4, **dims, **sizes))
 
     @pytest.mark.parametrize("pool_layout", ["nhd", "hnd", "interleaved"])
     @pytest.mark.parametrize("page_size", [1, 4, 8, 48, 64, 128, 544])
     def test_every_way_to_copy_a_page(self, page_size, pool_layout):
-        """Row by row, in pieces, and whole."""
-        self.check(self.batch(14, layout="packed", page_size=page_size, pool_layout=pool_layout))
+        """Row by row, in pieces, and whole; bytes too."""
+        sizes = {"layout": "packed", "page_size": page_size, "pool_layout": pool_layout}
+        self.check(self.batch(14, **sizes))
+        if pool_layout != "interleaved":
+            for dim in (64, 128):
+                self.check(self.batch(14, head_dim=dim, v_head_dim=dim, cache="float8_e4m3fn", **sizes))
 
     def test_rows_of_other_systems(self):
         """Padded to 128, which TMA takes, with NaN and infinity beside keys and values."""
@@ -192,8 +226,9 @@ class TestGQA(GQATests):
                 self.check(dataclasses.replace(batch, pool=pool))
 
     @pytest.mark.parametrize("window", [None, 100])
+    @pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
     @pytest.mark.parametrize("page_size, head_dim", [(4, 64), (64, 128), (16, 256)])
-    def test_a_thread_block_takes_one_item_after_the_other(self, page_size, head_dim, window):
+    def test_a_thread_block_takes_one_item_after_the_other(self, page_size, head_dim, cache, window):
         """Few blocks for a list of dozens: each loads its next item while one ends, whole or part of a split."""
         sizes = {
             "kv_lens": [3000, 0, 1, 64, 6, 65, 700, 128, 63, 1300, 130, 200, 40],
@@ -201,7 +236,7 @@ class TestGQA(GQATests):
             "most": 3000,
         }
         sizes = {**sizes, "head_dim": head_dim, "v_head_dim": head_dim, "page_size": page_size, "window": window}
-        batch = self.batch(15, heads=16, **sizes)
+        batch = self.batch(15, heads=16, cache=cache, **sizes)
         sinks = jnp.asarray(np.resize([1.5, -np.inf, np.inf, -2.0], 16), jnp.float32)
         with compiling_for(dataclasses.replace(current_device(), cores=8)):
             items, splits = plan_gqa(batch.metadata, batch.pool, batch.spec, implementation="mosaic_gpu").work[:2]
@@ -213,8 +248,9 @@ class TestGQA(GQATests):
     def test_prompt_parts(self):
         """More rows than a row tile has: 64 tokens of 4 heads are four."""
         sizes = {"kv_lens": [100, 700, 64, 5], "q_lens": [100, 128, 64, 5], "max_q_len": 128, "most": 700}
-        for window in (None, 90):
-            self.check(self.batch(37, window=window, heads=8, **sizes))
+        for cache in (None, "float8_e4m3fn"):
+            for window in (None, 90):
+                self.check(self.batch(37, window=window, heads=8, cache=cache, **sizes))
 
     @pytest.mark.parametrize("what", ["query", "key"])
     @pytest.mark.parametrize("kv_len", [5, 70, 9000])
@@ -231,3 +267,18 @@ class TestGQA(GQATests):
         want, want_lse = self.attend(batch)
         assert np.isnan(np.asarray(out[0], np.float32)).all() and np.isnan(lse[0]).all()
         self.same_bits((out[1:], lse[1:]), (want[1:], want_lse[1:]))
+
+
+class TestGQARowsFirst(TestGQA):
+    """The kernel of many rows, for pools of 16 bits: rows of products are rows."""
+
+    @staticmethod
+    def choose_kernel(tile_rows: int, *, float8: bool, **_) -> str:
+        return "gqa_stream" if float8 else "gqa_decode"
+
+
+class TestGQAXLA(GQATests):
+    """What other GPUs run, in float32 and over caches of float8."""
+
+    implementation = "xla"
+    batch_invariant = False

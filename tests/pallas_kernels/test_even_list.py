@@ -37,7 +37,9 @@ def make(requests, gaps, plan, *, causal=True, kv_stride=1):
     """``(items, combined, first item of each team, first token of each request)``, records as dicts."""
     q_lens, kv_lens = (np.asarray(x, np.int32) for x in zip(*requests, strict=True))
     q_starts = np.cumsum([gap + q for gap, q in zip(gaps, (0, *q_lens[:-1]), strict=False)])
-    arrays = (jnp.asarray(x, jnp.int32) for x in (q_starts, q_lens, kv_lens, 0 * q_lens))
+    arrays = [jnp.asarray(x, jnp.int32) for x in (q_starts, q_lens, kv_lens, 0 * q_lens)]
+    if plan.tree:  # all rows at the position of the first
+        arrays.append(jnp.asarray(kv_lens - q_lens - plan.window + 1, jnp.int32))
     options = {"max_q_len": int(q_lens.max()), "causal": causal, "kv_stride": kv_stride}
     work = np.asarray(even_list(*arrays, plan=plan, **options))
     assert work.shape == (plan.size,)
@@ -65,6 +67,8 @@ CASES = {
     "odd heads": (MIXED, {"kv_heads": 7, "heads": 3, "teams": 132}, {}),
     "window": (MIXED, {"window": 100}, {}),
     "window of one": (MIXED, {"window": 1}, {}),
+    "tree": (MIXED, {"window": 100, "tree": True}, {}),
+    "invariant tree": (MIXED, {"invariant": True, "window": 100, "tree": True}, {}),
     "invariant": (MIXED, {"invariant": True}, {}),
     "invariant window": (MIXED, {"invariant": True, "window": 100}, {}),
     "not causal": (MIXED, {}, {"causal": False}),
