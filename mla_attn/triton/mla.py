@@ -20,11 +20,11 @@ def supports(call, device: Device) -> str | None:
     return None
 
 
-def plan_mla(metadata, pool, spec, *, causal, batch_invariant, out_dtype):
+def plan_mla(metadata, pool, spec, *, causal, tree, batch_invariant, out_dtype):
     """Adds the work list of calls with these static arguments to the metadata; see ``ops.mla.plan_mla``."""
     del out_dtype  # the list is the same for any
-    flags = {"causal": causal, "batch_invariant": batch_invariant}
-    launch = _launch(metadata, pool, spec, jnp.bfloat16, tree=False, **flags)
+    flags = {"causal": causal, "tree": tree, "batch_invariant": batch_invariant}
+    launch = _launch(metadata, pool, spec, jnp.bfloat16, **flags)
     return dataclasses.replace(metadata, work=paged.work_of(metadata, launch), work_plan=launch)
 
 
