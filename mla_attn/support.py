@@ -162,6 +162,8 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     },
     "grouped_matmul": {
         "CPU: 7168 x 2048": (CPU, {}),
+        "A100: 7168 x 2048": (A100, {}),
+        "MI300X: 7168 x 2048": (MI300X, {}),
         "H200: 7168 x 2048": (H200, {}),
         "H200: 7168 x 2048, float32": (H200, {"dtype": "float32"}),
         "H200: 1000 x 2048": (H200, {"depth": 1000}),

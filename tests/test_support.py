@@ -63,7 +63,7 @@ def test_supports_answers_for_any_call(unchecked):
         ("grouped_matmul", {"depth": 1000}, "weights of 1000 x 2048: both must be multiples of 64"),
         ("grouped_matmul", {"dtype": "float32"}, "float32 rows and weights: must be bfloat16"),
     ):
-        assert supports(op, **hopper, **facts) == {"mosaic_gpu": reason, "xla": None, "reference": None}
+        assert supports(op, **hopper, **facts) == {"mosaic_gpu": reason, "triton": None, "xla": None, "reference": None}
     for wrong in ({"compute_capability": 9.0}, {"compute_capability": "hopper"}, {**hopper, "platform": "cpu"}):
         with pytest.raises(ValueError, match=r"compute_capability=.* must be"):
             supports("mla_attention", **wrong)

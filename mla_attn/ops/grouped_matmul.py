@@ -11,6 +11,7 @@ from mla_attn.checks import check_array, check_index, check_shape, check_type
 from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.mosaic_gpu import grouped_matmul as mosaic_gpu
 from mla_attn.reference.grouped_matmul import grouped_matmul as reference_grouped
+from mla_attn.triton import grouped_matmul as triton
 from mla_attn.xla.grouped_matmul import grouped_matmul as xla_grouped
 
 
@@ -39,6 +40,7 @@ def _portable(call: GroupedCall, device: Device) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", mosaic_gpu.supports, mosaic_gpu.grouped_matmul),
+    Implementation("triton", triton.supports, triton.grouped_matmul),
     Implementation("xla", _portable, xla_grouped, derivative="own"),
     Implementation("reference", _portable, reference_grouped, derivative="own"),
 )
@@ -60,13 +62,13 @@ def grouped_matmul(
         sizes: rows of each group; not negative, in total at most M. There may be more groups than matrices, as on a
             device that has some of a layer's experts: the rows of the others give zeros.
         first_group: group of the first matrix, an integer or an array (which cannot be checked: it is clipped).
-        implementation: "mosaic_gpu", "xla" or "reference", or names in the order to try them; None for the default
-            choice.
+        implementation: "mosaic_gpu", "triton", "xla" or "reference", or names in the order to try them; None for the
+            default choice.
 
     Raises:
         ValueError: a wrong shape or dtype, at trace time.
         NotImplementedError: no implementation (or none of those named) supports the call (the message has the reasons),
-            "mosaic_gpu" is differentiated, or arrays are sharded over explicit mesh axes.
+            a kernel is differentiated, or arrays are sharded over explicit mesh axes.
     """
     for name, array, axes in (("rows", rows, "[M, K]"), ("weights", weights, "[E, K, N]")):
         check_array(name, array)

@@ -6,6 +6,7 @@ The interpreter asks tensors for their addresses alone, which ``HostArray`` give
 import contextlib
 import functools
 import importlib.util
+import types
 import warnings
 
 import jax
@@ -97,6 +98,7 @@ def _repaired() -> None:
 
 def run(kernel, inputs, outs, grid, constants):
     """Runs a kernel over the grid, one program after the other; ``outs`` are written in place."""
+    from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
     _repaired()
@@ -105,7 +107,14 @@ def run(kernel, inputs, outs, grid, constants):
         warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, for a maximum of NaN
         # Those that the kernel calls, of Triton's own library too, are compiled functions.
         patch.setattr(JITFunction, "__call__", lambda f, *args, **options: _interpreted(f.fn)(*args, **options))
-        _interpreted(kernel.fn)[grid](*arrays, **constants)
+        # Once for all of them, and undone: the interpreter's own calls of functions leave the language as it uses it.
+        language = {"tl": interpreter.tl, "core": interpreter.tl.core}
+        patched = interpreter._patch_lang(types.SimpleNamespace(__globals__=language))
+        patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+        try:
+            _interpreted(kernel.fn)[grid](*arrays, **constants)
+        finally:
+            patched.restore()
 
 
 def triton_call(kernel, arrays, outs, *, grid, constants, **_):
@@ -141,11 +150,11 @@ def _floating(out) -> bool:
 def interpreting(monkeypatch, device):
     """Context in which calls of ``implementation="triton"`` are interpreted, as for a device."""
     from mla_attn.dispatch import compiling_for
-    from mla_attn.pallas_kernels.triton import attention
+    from mla_attn.pallas_kernels.triton import attention, grouped_matmul
     from mla_attn.triton import gpus
 
     monkeypatch.setattr(gpus, "missing", lambda: None)
-    for module in (attention,):
+    for module in (attention, grouped_matmul):
         monkeypatch.setattr(module, "triton_call", triton_call)
         monkeypatch.setattr(module, "triton_update", triton_update, raising=False)
     with compiling_for(device):

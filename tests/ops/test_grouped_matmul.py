@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from kernel_calls import needs_kernels
-from mla_attn.dispatch import ENVIRONMENT_VARIABLE, Device, compiling_for
+from mla_attn.dispatch import ENVIRONMENT_VARIABLE, Device, compiling_for, current_device
 from mla_attn.mosaic_gpu.grouped_matmul import output_tile
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.support import H200
+from mla_attn.triton import gpus
 from ops.grouped_base import GroupedTests
 
 KERNEL = "custom_call @mosaic_gpu"
@@ -22,6 +23,19 @@ class TestXLA(GroupedTests):
 
 class TestReference(GroupedTests):
     implementation = "reference"
+
+
+@pytest.mark.gpu
+class TestTriton(GroupedTests):
+    """Of every width, and of many rows a group and few; on a GPU."""
+
+    implementation = "triton"
+    shapes = (*GroupedTests.shapes, (700, 256, 128, 256), (1000, 4, 200, 700), (3000, 2, 192, 1408))
+
+    @pytest.fixture(autouse=True)
+    def launches(self):
+        if (reason := gpus.refuses(current_device())) is not None:
+            pytest.skip(reason)
 
 
 def test_the_reference_holds_one_product_at_a_time():
