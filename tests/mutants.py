@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant("shuffled pages of any size", "cache/kv.py", "if page_size % group or head_dim % group:", "if head_dim % group:", "tests/cache/test_kv.py::test_errors"),
     Mutant("shuffled arrays with groups of any size", "cache/kv.py", "if array.shape[-1] != group:", "if array.shape[-1] > group:", "tests/cache/test_kv.py::test_errors"),
     Mutant("shuffled pages given to Hopper's kernel", "mla_attn/mosaic_gpu/gqa.py", "if call.layout not in _LAYOUTS:", "if False:", "tests/test_support.py"),
-    Mutant("fewer tiles of rows than groups may need", "pallas_kernels/tile_list.py", "groups * (tile_rows + aligned - 2)", "groups * (tile_rows - 1)", "tests/pallas_kernels/test_grouped_matmul.py::test_the_list_holds"),
+    Mutant("fewer tiles of rows than groups may need", "pallas_kernels/tile_list.py", "groups * (tile_rows + aligned - 2)", "groups * (tile_rows - 1)", "tests/pallas_kernels/test_grouped_matmul.py::test_the_list_holds_the_most_tiles_that_sizes_may_need"),
     Mutant("stages past shared memory", "pallas_kernels/triton/grouped_configs.py", "if self.shared > (most :=", "if self.shared > 2 * (most :=", "tests/pallas_kernels/test_triton_grouped.py::test_configs_that_there_are_not"),
     Mutant("a windowed table cut from its own beginning", "mla_attn/xla/paged.py", "phases=pages % (block // pool.page_size) * pool.page_size", "phases=pages * 0", "tests/steps/test_gqa.py::test_a_windowed_pool_is_as_good_as_a_full_one"),
     Mutant("the offset of a table forgotten", "mla_attn/metadata/layout.py", "positions >= offsets, positions - offsets", "positions >= offsets, positions", "tests/metadata/test_windows.py"),

@@ -33,7 +33,7 @@ VARIANTS = [(16, 2048, 1408), (16, 40, 33), (32, 2048, 1408), (64, 7168, 2048), 
 def test_machine_code(target, dtype):
     """Within the limits, nothing spilled; no float32 product is made of TF32 numbers."""
     from mla_attn.pallas_kernels.triton.grouped_matmul import constants_of, grouped_matmul_kernel
-    from triton_aot import compiled
+    from triton_code import compiled
 
     limits, itemsize = LIMITS[target], jnp.dtype(dtype).itemsize
     for rows, depth, width in VARIANTS:
