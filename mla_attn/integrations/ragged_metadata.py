@@ -13,7 +13,7 @@ _MOST_ROWS = 64  # of a part of a request
 
 def ragged_metadata(
     kv_lens: Int[Array, "B"],
-    pages: Int[Array, "n"],
+    pages: Int[Array, "n"] | AttentionMetadata,
     cu_q_lens: Int[Array, "ends"],
     distribution: Int[Array, "3"] | None = None,
     *,
@@ -31,7 +31,7 @@ def ragged_metadata(
     end. The cuts therefore need causal attention without a tree.
 
     Args:
-        kv_lens, pages, cu_q_lens, distribution, cu_kv_lens: arrays.
+        kv_lens, pages, cu_q_lens, distribution, cu_kv_lens: arrays; if ``pages`` is metadata, it is the result.
         num_rows: rows T of the call.
         page_size: tokens P of a page.
         table_width: pages W of a request in a packed list; None for all in the list.
@@ -40,6 +40,8 @@ def ragged_metadata(
     Raises:
         ValueError: a wrong shape, dtype or static value.
     """
+    if isinstance(pages, AttentionMetadata):
+        return pages
     kv_lens, pages, ends = as_int32("kv_lens", kv_lens), as_int32("pages", pages), as_int32("cu_q_lens", cu_q_lens)
     if kv_lens.ndim != 1 or kv_lens.shape[0] == 0:
         raise ValueError(f"kv_lens has shape {kv_lens.shape}, must be [B], 1 at least")

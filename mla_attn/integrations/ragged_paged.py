@@ -12,7 +12,8 @@ argument          what
                   ``[pages, P, 2 K / pack, pack, width]``, each head's key, then its value. Elements beside the channels
                   are neither written nor read
 ``kv_lens``       int32 [B], tokens of each request including this call's; 0 marks padding
-``pages``         int32, page ids: W for each request, [B * W]; or, with ``cu_kv_lens``, packed
+``pages``         int32, page ids: W for each request, [B * W]; or, with ``cu_kv_lens``, packed. Or, instead of all
+                  lists, the metadata of ``ragged_metadata``, made once for all layers
 ``cu_q_lens``     int32 [B + 1], first row of each request, and the end of the last. A padding request may have rows
                   too; they are not written, and give zeros
 ``distribution``  int32 [3]; the last number says how many requests there are, entries of others may hold anything.
@@ -36,6 +37,7 @@ from mla_attn.checks import check_array
 from mla_attn.dispatch import Order
 from mla_attn.integrations.ragged_layout import kv_pool, latent_pool, stored
 from mla_attn.integrations.ragged_metadata import ragged_metadata
+from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops import gqa_attention, mla_attention
 from mla_attn.specs import GQASpec, MLASpec
 
@@ -47,7 +49,7 @@ def ragged_paged_mla(
     new_pe: Float[Array, "T E"],
     cache: Shaped[Array, "pages rows pack width"],
     kv_lens: Int[Array, "B"],
-    pages: Int[Array, "n"],
+    pages: Int[Array, "n"] | AttentionMetadata,
     cu_q_lens: Int[Array, "ends"],
     distribution: Int[Array, "3"] | None = None,
     *,
@@ -82,6 +84,7 @@ def ragged_paged_mla(
     """
     _check_ranks(q_nope=(q_nope, 3), q_pe=(q_pe, 3), cache=(cache, None))
     dims = {"kv_lora_rank": q_nope.shape[2], "rope_dim": q_pe.shape[2]}
+    page_size = pages.page_size if isinstance(pages, AttentionMetadata) else page_size
     pool = latent_pool(cache, **dims, page_size=page_size)
     spec = MLASpec(
         num_heads=q_nope.shape[1],
@@ -114,7 +117,7 @@ def ragged_paged_gqa(
     v: Float[Array, "T K V"],
     cache: Shaped[Array, "pages P rows pack width"],
     kv_lens: Int[Array, "B"],
-    pages: Int[Array, "n"],
+    pages: Int[Array, "n"] | AttentionMetadata,
     cu_q_lens: Int[Array, "ends"],
     distribution: Int[Array, "3"] | None = None,
     *,
