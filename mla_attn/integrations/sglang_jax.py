@@ -93,7 +93,7 @@ def _mla(original: Callable[..., Any]) -> Callable[..., Any]:
     ):  # fmt: skip
         rows, lists = (ql_nope, q_pe, new_kv_c, new_k_pe), (kv_lens, page_indices, cu_q_lens, distribution)
         rules: dict[str, Any] = {"scale": _static(sm_scale), "window": sliding_window, "soft_cap": soft_cap}
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return ragged_paged_mla(*rows, cache_kv, *lists, cu_kv_lens=cu_kv_lens, **rules, **scales)
 
     return mla
@@ -119,7 +119,7 @@ def _gqa(original: Callable[..., Any]) -> Callable[..., Any]:
             "causal": bool(causal),
             "cu_kv_lens": cu_kv_lens,
         }
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return ragged_paged_gqa(*rows, kv_cache_fused, *lists, **rules, **scales)
 
     return gqa
