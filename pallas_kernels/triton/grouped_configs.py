@@ -85,7 +85,7 @@ def grouped_config(target: str, *, rows: int, tiles: int, width: int, itemsize: 
     enough = (n for n in (256, 128, 64) if n <= widest and tiles * -(-width // n) >= 2 * cores)
     block_n = max(16, min(next(enough, 64), 1 << (width - 1).bit_length()))
     if itemsize == 4:  # no matrix unit takes float32: operands and sums are in registers
-        return GroupedConfig(**sizes, block_n=block_n, block_k=32, warps=4, stages=2)
+        return GroupedConfig(**sizes, block_n=block_n, block_k=32, warps=8 if rows == 64 else 4, stages=2)
     warps = 8 if rows == 128 and block_n >= 128 else 4
     if not LIMITS[target].async_copies:  # each stage in flight takes registers
         return GroupedConfig(**sizes, block_n=block_n, block_k=64, warps=warps, stages=2)

@@ -19,7 +19,7 @@ from mla_attn.pallas_kernels.tile_list import HEADER, RECORD, most_tiles
 from mla_attn.pallas_kernels.triton.call import triton_call
 from mla_attn.pallas_kernels.triton.grouped_configs import GroupedConfig
 
-ALIGNED = 1  # rows: tiles begin anywhere
+ALIGNED = 1  # tiles begin at any row, that is, with the first one of their group's
 
 
 @triton.jit
@@ -32,10 +32,10 @@ def grouped_matmul_kernel(
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     if tile < tl.load(tiles_ptr):
         record = tiles_ptr + HEADER + tile * RECORD
-        group, first, begin, end = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-        row, column = first + tl.arange(0, TILE_ROWS), part * BLOCK_N + tl.arange(0, BLOCK_N)
+        group, begin, end = tl.load(record), tl.load(record + 2), tl.load(record + 3)
+        row, column = begin + tl.arange(0, TILE_ROWS), part * BLOCK_N + tl.arange(0, BLOCK_N)
         depth = tl.arange(0, BLOCK_K)
-        own, inside = (row >= begin) & (row < end), column < WIDTH
+        own, inside = row < end, column < WIDTH
         row = row.to(tl.int64)
         x_ptr = rows_ptr + row[:, None] * DEPTH + depth[None, :]
         w_ptr = weights_ptr + group.to(tl.int64) * DEPTH * WIDTH + depth[:, None] * WIDTH + column[None, :]
