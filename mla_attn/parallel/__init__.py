@@ -2,6 +2,7 @@
 
 from mla_attn.parallel.calls import create_pool, plan, sharded
 from mla_attn.parallel.context import merge_over
-from mla_attn.parallel.layout import Layout
+from mla_attn.parallel.layout import Layout, Parallelism
+from mla_attn.parallel.local import in_shard
 
-__all__ = ["Layout", "create_pool", "merge_over", "plan", "sharded"]
+__all__ = ["Layout", "Parallelism", "create_pool", "in_shard", "merge_over", "plan", "sharded"]

@@ -16,27 +16,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from mla_attn import steps
-from mla_attn.cache import KVPool, LatentPool, move_rows, write_kv
+from mla_attn.cache import KVPool, LatentPool, move_rows
 from mla_attn.checks import check_integer
 from mla_attn.dispatch import Order, requested
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops import gqa_attention, mla_attention, plan_gqa, plan_mla
-from mla_attn.ops.checks import result_dtype
-from mla_attn.ops.expanded import fresh_rows
-from mla_attn.ops.ragged import ragged_attention
-from mla_attn.parallel.context import gather_heads, merge_over
 from mla_attn.parallel.layout import Layout, over, place, pool_specs, size
+from mla_attn.parallel.local import in_shard
 from mla_attn.specs import GQASpec, MLASpec
-from mla_attn.steps.scaling import scaled
 
-_PAGED = {  # attend to the cache, so that partial results over its shards are merged; with their queries
-    **dict.fromkeys((steps.decode, steps.target_verify, steps.draft_extend), ("q_latent", "q_rope")),
-    **dict.fromkeys((steps.draft_decode, steps.absorbed_extend, mla_attention), ("q_latent", "q_rope")),
-    **dict.fromkeys((steps.gqa_decode, steps.gqa_target_verify, steps.gqa_draft_extend), ("q",)),
-    **dict.fromkeys((steps.gqa_draft_decode, steps.gqa_extend, gqa_attention), ("q",)),
-}
-_OTHERS = (steps.prefill, steps.extend, steps.gqa_prefill, move_rows)
 _OPS = (mla_attention, gqa_attention)
 
 
@@ -68,11 +56,8 @@ def sharded(function: Callable[..., Any], *, mesh: Mesh, layout: Layout, check_v
     Raises:
         ValueError: another function, an axis that the mesh does not have, heads or rows that the devices cannot share.
     """
-    if function not in _PAGED and function not in _OTHERS:
-        raise ValueError(
-            f"function={function!r} must be a step of mla_attn.steps, mla_attention, gqa_attention or move_rows"
-        )
     layout.check(mesh)
+    in_shard(function, layout)
     return _sharded(function, mesh, layout, check_vma)
 
 
@@ -82,7 +67,7 @@ def _sharded(function, mesh: Mesh, layout: Layout, check_vma: bool):
 
     def run(pool, arrays, static):
         _check_heads(dict(static).get("spec"), mesh, layout)
-        local = functools.partial(_local, function, mesh, layout, dict(static))
+        local = functools.partial(_on_device, function, layout, static)
         pools = pool_specs(pool, layout)
         specs = {name: _spec(name, value, static, mesh, layout) for name, value in arrays.items()}
         pool, arrays = place(pool, pools, mesh), place(arrays, specs, mesh)
@@ -105,6 +90,10 @@ def _sharded(function, mesh: Mesh, layout: Layout, check_vma: bool):
         return program(pool, arrays, static)
 
     return call
+
+
+def _on_device(function, layout: Layout, static, pool, arrays):
+    return in_shard(function, layout)(**dict(static), **arrays, pool=pool)
 
 
 def _check_heads(spec: MLASpec | GQASpec | None, mesh: Mesh, layout: Layout) -> None:
@@ -145,66 +134,6 @@ def _results(function, static: dict[str, Any], heads: P, pools: Any) -> Any:
     if function in _OPS:
         return attended if len(attended) > 1 else heads
     return (*attended, pools)
-
-
-def _local(function, mesh: Mesh, layout: Layout, static: dict[str, Any], pool, arrays):
-    """What one device computes."""
-    contexts = layout.context if size(mesh, layout.context) > 1 else ()
-    if function is move_rows:
-        return move_rows(pool, **arrays, context_axes=contexts)
-    spec, heads = static.pop("spec"), size(mesh, layout.heads)
-    if isinstance(spec, GQASpec) and "k" in arrays and spec.num_kv_heads % heads:
-        arrays |= {name: _own_head(arrays[name], spec, heads, layout) for name in ("k", "v")}
-    if not contexts:
-        return function(**arrays, **static, pool=pool, spec=spec.shard(heads=heads))
-    if function in _PAGED:
-        return _merged(function, contexts, static, pool, arrays, spec.shard(heads=heads))
-    if function is steps.gqa_prefill:
-        return _prefill(contexts, static, pool, arrays, spec.shard(heads=heads))
-    if function is steps.extend:
-        static["context_axes"] = contexts
-    return function(**arrays, **static, pool=pool, spec=spec.shard(heads=heads * size(mesh, contexts)))
-
-
-def _own_head(x, spec: GQASpec, devices: int, layout: Layout):
-    """The KV head of this device, of [T, K, D] with fewer heads than devices."""
-    head = jax.lax.axis_index(layout.heads) * spec.num_kv_heads // devices
-    return jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1)
-
-
-def _merged(function, contexts: tuple[str, ...], static: dict[str, Any], pool, arrays, spec):
-    """Attention of all devices' heads to this device's keys, merged over the devices."""
-    names, sinks = _PAGED[function], arrays.pop("sinks", None)
-    return_lse, out_dtype = static.pop("return_lse", False), static.pop("out_dtype", None)
-    if sinks is not None and return_lse:
-        raise ValueError("sinks with return_lse=True: merge partial results first, with merge_states(sinks=)")
-    out_dtype = result_dtype(arrays[names[0]].dtype, out_dtype)
-    arrays |= dict(zip(names, gather_heads(*(arrays[name] for name in names), axes=contexts), strict=True))
-    if getattr(scale := arrays.get("q_scale"), "ndim", 0):
-        arrays["q_scale"] = jax.lax.all_gather(scale, contexts, axis=1, tiled=True)
-    options = {"return_lse": True, "out_dtype": jnp.dtype(jnp.float32)}
-    out, lse, *pools = function(**arrays, **static, **options, pool=pool, spec=spec)
-    out, lse = merge_over(out, lse, contexts, sinks=sinks, out_dtype=out_dtype)
-    results = (out, *((lse,) if return_lse else ()), *pools)
-    return results if len(results) > 1 else out
-
-
-def _prefill(contexts: tuple[str, ...], static: dict[str, Any], pool, arrays, spec: GQASpec):
-    """``gqa_prefill`` with this device's query heads, and the KV heads that they read; all KV heads are cached."""
-    q, k, v, metadata = (arrays.pop(name) for name in ("q", "k", "v", "metadata"))
-    given = {**arrays, **static}
-    pool = write_kv(pool, k, v, metadata.slots, layer=given.pop("layer", 0))
-    q = scaled(q, metadata, given.pop("query_scaling", None))
-    heads, group = q.shape[1], spec.num_heads // spec.num_kv_heads
-    first = jax.lax.axis_index(contexts) * heads
-    if heads % group and group % heads:  # a KV head for each query head
-        read = (first + jnp.arange(heads, dtype=jnp.int32)) // group
-        k, v = (jnp.take(x, read, axis=1) for x in (k, v))
-    else:
-        k, v = (jax.lax.dynamic_slice_in_dim(x, first // group, max(1, heads // group), axis=1) for x in (k, v))
-    rules = {"scale": spec.scale, "window": spec.window, "soft_cap": spec.soft_cap}
-    result = ragged_attention(q, k, v, fresh_rows(metadata), **rules, **given)
-    return (*result, pool) if isinstance(result, tuple) else (result, pool)
 
 
 def plan(

@@ -65,6 +65,29 @@ class Layout:
                 raise ValueError(f"{name} has the axis {unknown[0]!r}, must be axes of the mesh: {mesh.axis_names}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Parallelism:
+    """A mesh that the caller made, and what is sharded over its axes.
+
+    Attributes:
+        mesh: the mesh.
+        layout: axes of the mesh.
+    """
+
+    mesh: Mesh
+    layout: Layout
+
+    def __post_init__(self):
+        self.layout.check(self.mesh)
+
+    def size(self, name: str) -> int:
+        """Number of devices along the axes of the layout's field of this name."""
+        return size(self.mesh, getattr(self.layout, name))
+
+    def sharding(self, spec: P) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+
 def size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """Number of devices along these axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
