@@ -321,5 +321,12 @@ def _pad(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return padded
 
 
+def struct_of(array: Any) -> jax.ShapeDtypeStruct:
+    """The abstract array, with its sharding if it is on several devices, for which a program must be compiled."""
+    sharding = getattr(array, "sharding", None)
+    on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding if on_mesh else None)
+
+
 def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.tree.map(struct_of, tree)

@@ -27,12 +27,14 @@ from mla_attn.engine.outputs import Launch, Outbox
 from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams, check_model, check_params
 from mla_attn.engine.scheduler import Request, Scheduler
+from mla_attn.engine.sharding import OnMesh, check_sharding, groups_on_device
 from mla_attn.engine.sizes import batch_ladder, choose_sizes, most_limits, pass_shapes, row_ladder
 from mla_attn.engine.state import create_device, on_states
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
 from mla_attn.models.base import CacheGroup, CausalLM, stored_as
 from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, encode, load_tokenizer
+from mla_attn.parallel import Parallelism
 from mla_attn.passes import DraftModel, DraftPasses, Drafts, Passes, all_groups, most_positions
 from mla_attn.programs import open_folder
 from mla_attn.speculative import DraftTree
@@ -88,6 +90,8 @@ class Engine:
             "scale" (latent rows) or "k_scale" and "v_scale". None for those of the checkpoint, or 1 if it has none.
         draft_kv_dtype: format of the rows of a draft model, or of the model's draft layer, which is then a cache group
             of its own, "mtp"; None for ``kv_dtype``.
+        parallelism: mesh and layout that the models are sharded over; None for one device. Over contexts a page has
+            ``page_size`` tokens of all devices.
 
     Raises:
         ValueError: ``model`` is not a model, a size is not an integer or below 1, ``max_len`` exceeds the model's
@@ -121,16 +125,22 @@ class Engine:
         kv_dtype: DTypeLike | None = None,
         kv_scale: Any = None,
         draft_kv_dtype: DTypeLike | None = None,
+        parallelism: Parallelism | None = None,
     ):
         check_model(model)
+        check_integer("page_size", page_size, 1)
+        check_sharding(model, draft, parallelism, page_size)
         limits = most_limits(
             model, draft, speculation, max_batch=max_batch, max_waiting=max_waiting, prompt_tokens=prompt_tokens
         )
         pages = {"num_pages": num_pages, "page_size": page_size, "prefix_cache": prefix_cache}
         groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale, draft_kv_dtype)
-        cache, limits = choose_sizes(groups, limits, **pages, max_len=max_len, memory_fraction=memory_fraction)
+        pages["page_parts"] = 1 if parallelism is None else parallelism.size("context")
+        local = groups_on_device(groups, parallelism)
+        cache, limits = choose_sizes(local, limits, **pages, max_len=max_len, memory_fraction=memory_fraction)
         ladders = batch_ladder(batches, max_batch), row_ladder(prompt_tokens)
-        self._build(model, limits, cache, speculation, *ladders, implementation, draft, cache_dir, groups)
+        rest = (implementation, draft, cache_dir, groups, parallelism)
+        self._build(model, limits, cache, speculation, *ladders, *rest)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -146,7 +156,8 @@ class Engine:
             ValueError: as in ``load_checkpoint`` and the constructor. If the tokenizer cannot be used, prompts as text
                 raise the reason.
         """
-        engine = cls(load_checkpoint(path, dtype=dtype), **options)
+        model = load_checkpoint(path, dtype=dtype, parallelism=options.get("parallelism"))
+        engine = cls(model, **options)
         if engine.tokenizer is None:
             try:
                 engine.tokenizer = load_tokenizer(path)
@@ -157,6 +168,7 @@ class Engine:
     @classmethod
     def of(cls, model, limits: Limits, cache: CacheSizes, **rest: Any) -> "Engine":
         """Creates an engine with limits that the constructor does not offer; ``rest`` as in ``_build``."""
+        check_sharding(model, rest.get("draft"), rest.get("parallelism"), cache.page_size)
         engine = cls.__new__(cls)
         engine._build(model, limits, cache, **rest)
         return engine
@@ -173,12 +185,15 @@ class Engine:
         draft: Drafts = None,
         cache_dir: str | os.PathLike | None = None,
         groups: tuple[CacheGroup, ...] | None = None,
+        parallelism: Parallelism | None = None,
     ) -> None:
         if limits.max_len > (positions := most_positions(model, draft)):
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
         self._groups = groups or all_groups(model, draft)
-        for group in self._groups:
-            group.check_supported(page_size=cache.page_size, implementation=implementation)
+        self._parallelism = parallelism
+        parts = 1 if parallelism is None else parallelism.size("context")
+        for group in groups_on_device(self._groups, parallelism):
+            group.check_supported(page_size=cache.page_size // parts, implementation=implementation)
         self.tokenizer: Tokenizer | None = None
         self.model, self.speculation, self.max_len = model, tuple(dict.fromkeys(speculation)), limits.max_len
         self.max_batch, self.max_waiting = limits.max_batch, limits.max_waiting
@@ -187,8 +202,10 @@ class Engine:
         self._scheduler = Scheduler(limits, cache, self._counters)
         shapes = pass_shapes(limits, cache, self._scheduler.tables.widths, batches, prompt_rows)
         other = draft.model if isinstance(draft, DraftModel) else None
-        self.folder = open_folder(cache_dir)
-        options = {"implementation": implementation, "wrap": on_states, "folder": self.folder}
+        # Programs over several devices are not kept: a name does not tell them apart.
+        self.folder = open_folder(cache_dir) if parallelism is None else None
+        wrap = on_states if parallelism is None else OnMesh.of(parallelism, model, other)
+        options = {"implementation": implementation, "wrap": wrap, "folder": self.folder}
         self._passes = self.passes_class(model, shapes, draft=other, groups=self._groups, **options)
         self._drafting = {tree: DraftPasses(self._passes, model, tree, draft) for tree in self.speculation}
         self._draft_steps = {
@@ -214,7 +231,7 @@ class Engine:
     def _create_device(self) -> tuple[Any, Any]:
         """Creates empty pools of all cache groups, and the states of requests."""
         facts = self.speculation, self._limits, self._cache
-        return create_device(self.model, self._draft, self._groups, *facts)
+        return create_device(self.model, self._draft, self._groups, *facts, self._parallelism)
 
     def warm_up(self, *, progress: bool = True, background: bool = False) -> float:
         """Compiles every program ahead of time, with a progress bar; returns the seconds it took.

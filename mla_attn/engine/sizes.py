@@ -53,6 +53,7 @@ def choose_sizes(
     page_size: int,
     prefix_cache: bool = True,
     memory_fraction: float | None = None,
+    page_parts: int = 1,
 ) -> tuple[CacheSizes, Limits]:
     """Chooses the pages of the cache and the most tokens of a request; those that are None depend on free memory.
 
@@ -65,6 +66,7 @@ def choose_sizes(
         num_pages: pages of each group, as in ``Engine``.
         max_len: as in ``Engine``.
         page_size, prefix_cache, memory_fraction: as in ``Engine``.
+        page_parts: devices that have equal parts of a page's tokens.
 
     Raises:
         ValueError: a size is not an integer or below 1; there is no room for one request of ``max_len``, or for a page;
@@ -87,10 +89,10 @@ def choose_sizes(
     full = [group for group in groups if group.window is None]
     if full and None not in given:
         room = _room(memory_fraction) - sum(
-            pages * page_bytes((g for g in groups if g.window == window), page_size)
+            pages * page_bytes((g for g in groups if g.window == window), page_size // page_parts)
             for window, pages in windows.items()
         )
-        given[None] = _choose_pages(full, room, limits, max_len, page_size)
+        given[None] = _choose_pages(page_bytes(full, page_size // page_parts), room, limits, max_len, page_size)
     if max_len is None and full:
         limits = dataclasses.replace(limits, max_len=min(positions, given[None] * page_size))
     if max_len is None:
@@ -229,8 +231,8 @@ def _fraction() -> float:
     return CPU_FRACTION if jax.default_backend() == "cpu" else GPU_FRACTION
 
 
-def _choose_pages(groups: Iterable[CacheGroup], room: int, limits: Limits, max_len: int | None, page_size: int) -> int:
-    each = page_bytes(groups, page_size)
+def _choose_pages(each: int, room: int, limits: Limits, max_len: int | None, page_size: int) -> int:
+    """The pages of groups that together need ``each`` bytes per page."""
     most = limits.max_batch * math.ceil(limits.max_len / page_size)
     pages, least = room // each, math.ceil((max_len or 1) / page_size)
     # Rounded, since programs depend on it: with about as much memory free, another process finds its programs kept.

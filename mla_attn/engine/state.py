@@ -7,11 +7,14 @@ a batch at any step, and the host need not read one step's tokens before it star
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.models.base import CacheGroup, CausalLM, Pools, create_pools
+from mla_attn.parallel import Parallelism
 from mla_attn.passes import FIELDS, KEPT, Arrays, Drafts, NgramDrafts, Pass, structs
 from mla_attn.speculative import DraftTree
 
@@ -44,14 +47,23 @@ def create_device(
     trees: Iterable[DraftTree],
     limits: Limits,
     cache: CacheSizes,
+    parallelism: Parallelism | None = None,
 ) -> tuple[Pools, States]:
-    """All-zero pools of the cache groups, those of a draft model included, and the states of ``max_batch`` requests."""
+    """All-zero pools of the cache groups, those of a draft model included, and the states of ``max_batch`` requests.
+
+    With ``parallelism`` the pools are sharded, where a page has the tokens of all context ranks, and states are on
+    every device.
+    """
     sizes = {"hidden_size": model.hidden_size if draft is None else 0, "dtype": model.dtype}
     sizes["text_len"] = limits.max_len if isinstance(draft, NgramDrafts) else 0
     groups = tuple(groups)
     num_pages = {group.name: cache.pages_of(group.window) for group in groups}
-    pools = create_pools(groups, num_pages=num_pages, page_size=cache.page_size)
-    return pools, create_states(limits.max_batch, trees, **sizes)
+    states = create_states(limits.max_batch, trees, **sizes)
+    if parallelism is None:
+        return create_pools(groups, num_pages=num_pages, page_size=cache.page_size), states
+    page_size = cache.page_size // parallelism.size("context")
+    pools = create_pools(groups, num_pages=num_pages, page_size=page_size, parallelism=parallelism)
+    return pools, jax.device_put(states, parallelism.sharding(PartitionSpec()))
 
 
 def on_states(inner: Pass) -> Pass:

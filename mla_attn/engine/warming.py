@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from mla_attn.buckets import backend_compiles, promise
+from mla_attn.buckets import backend_compiles, promise, struct_of
 from mla_attn.buckets import warm_up as compile_all
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def warm_up(engine: "Engine", *, progress: bool, background: bool) -> float:
     """Implements ``Engine.warm_up``, without its lock."""
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (engine._passes.state, engine._device))
+    arguments = jax.tree.map(struct_of, (engine._passes.state, engine._device))
     if background:
         weak, programs = weakref.ref(engine), engine._programs()
         promise(programs)  # here, because the next call may come before the thread runs

@@ -9,6 +9,7 @@ from mla_attn.models.deepseek import DeepseekForCausalLM
 from mla_attn.models.loading import Checkpoint, load_checkpoint, open_checkpoint
 from mla_attn.models.random_weights import random_model
 from mla_attn.models.safetensors import CheckpointError
+from mla_attn.models.sharding import shard_model
 from mla_attn.models.sizes import check_model_fits
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "measure_scales",
     "open_checkpoint",
     "random_model",
+    "shard_model",
 ]

@@ -7,6 +7,7 @@ row owners are equal in the metadata of all groups; page tables, slots and offse
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,8 @@ from mla_attn.dispatch import Order, choose
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.names import DTYPES
 from mla_attn.ops import gqa, mla
+from mla_attn.parallel import Layout, Parallelism
+from mla_attn.parallel import create_pool as create_sharded_pool
 from mla_attn.specs import GQASpec, MLASpec
 from mla_attn.text import shown
 
@@ -64,8 +67,9 @@ class CacheGroup:
         """Number of visible keys per row, its own included; earlier keys are never read again. None for all."""
         return self.spec.window
 
-    def create_pool(self, *, num_pages: int, page_size: int) -> Pool:
-        """Creates an all-zero pool; raises ValueError as ``LatentPool.create`` and ``KVPool.create`` do."""
+    def create_pool(self, *, num_pages: int, page_size: int, parallelism: Parallelism | None = None) -> Pool:
+        """Creates an all-zero pool, on several devices if ``parallelism`` is given: as ``parallel.create_pool``, whose
+        pages are those of a device. Raises ValueError as ``LatentPool.create`` and ``KVPool.create`` do."""
         kind, options = KVPool, {}
         if isinstance(self.spec, MLASpec):
             kind, options = LatentPool, {"row_format": self.row_format}
@@ -73,6 +77,9 @@ class CacheGroup:
         create: Any = kind.create
         scales = self.scales if self.row_format == "plain" else {}
         scales = {name: x if isinstance(x, int | float) else jnp.asarray(x, jnp.float32) for name, x in scales.items()}
+        if parallelism is not None:
+            where = {"mesh": parallelism.mesh, "layout": parallelism.layout}
+            create = functools.partial(create_sharded_pool, **where)
         return create(**sizes, spec=self.spec, dtype=self.dtype, **options, **scales)
 
     def check_supported(self, *, page_size: int, implementation: Order) -> None:
@@ -92,13 +99,20 @@ class CacheGroup:
             choose("gqa_attention", call, gqa.IMPLEMENTATIONS, implementation)
 
 
-def create_pools(groups: Iterable[CacheGroup], *, num_pages: int | Mapping[str, int], page_size: int) -> Pools:
+def create_pools(
+    groups: Iterable[CacheGroup],
+    *,
+    num_pages: int | Mapping[str, int],
+    page_size: int,
+    parallelism: Parallelism | None = None,
+) -> Pools:
     """Creates an all-zero pool for each group, with ``num_pages`` pages each, or with the pages that a mapping gives
-    for every group."""
+    for every group; on several devices if ``parallelism`` is given."""
     groups = tuple(groups)
     sizes = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys((g.name for g in groups), num_pages)
     check_groups("num_pages", sizes, groups)
-    return {group.name: group.create_pool(num_pages=sizes[group.name], page_size=page_size) for group in groups}
+    facts = {"page_size": page_size, "parallelism": parallelism}
+    return {group.name: group.create_pool(num_pages=sizes[group.name], **facts) for group in groups}
 
 
 def stored_as(
@@ -264,6 +278,11 @@ class CausalLM(Protocol):
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the hidden states."""
+        ...
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of a sharded model, which runs inside ``jax.shard_map``; None on one device."""
         ...
 
     @property

@@ -14,6 +14,7 @@ from mla_attn.models.cache_scales import CacheScales
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.decoder_config import DecoderConfig
 from mla_attn.models.layers import Embedding, Linear, RMSNorm
+from mla_attn.parallel import Layout, in_shard
 
 
 class CausalModel[Config: DeepseekConfig | DecoderConfig, Layer: nnx.Module](nnx.Module):
@@ -28,6 +29,7 @@ class CausalModel[Config: DeepseekConfig | DecoderConfig, Layer: nnx.Module](nnx
     """
 
     cache_scales: CacheScales | None = None  # of a float8 cache, from the checkpoint
+    layout: Layout | None = None  # of a model that is sharded, which runs inside ``jax.shard_map``
 
     def __init__(self, config: Config, layer: Callable[..., Layer], norm: RMSNorm, *, dtype: DTypeLike, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
@@ -57,6 +59,10 @@ class CausalModel[Config: DeepseekConfig | DecoderConfig, Layer: nnx.Module](nnx
     @property
     def dtype(self) -> np.dtype:
         return np.dtype(self.embed_tokens.embedding.dtype)
+
+    def _local(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A step or plan of one device, as this model's devices run it."""
+        return function if self.layout is None else in_shard(function, self.layout)
 
     @property
     @abc.abstractmethod

@@ -6,6 +6,7 @@ rope. Layers with a window and layers without are two cache groups, "window" and
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,17 +40,20 @@ class Step:
 
     Attributes:
         mode, tree_mask, implementation: the model's arguments.
+        local: function that gives a step as a device runs it.
     """
 
     mode: str
     tree_mask: Bool[Array, "B S M"] | None
     implementation: Order
+    local: Callable[..., Any]
 
     def attend(self, *arguments, **options):
         """Calls the mode's function of ``mla_attn.steps``."""
         if self.mode != "prefill":  # prefill reads no cache and has no tree mask
             options["tree_mask"] = self.tree_mask
-        return getattr(steps, f"gqa_{self.mode}")(*arguments, **options, implementation=self.implementation)
+        step = self.local(getattr(steps, f"gqa_{self.mode}"))
+        return step(*arguments, **options, implementation=self.implementation)
 
 
 class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
@@ -126,11 +130,11 @@ class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
             check_groups(name, value, groups)
         check_step(mode, tree_mask)
         x = self._embed(tokens)
-        step, held = Step(mode, tree_mask, implementation), dict[str, Any](pools)
+        step, held = Step(mode, tree_mask, implementation, self._local), dict[str, Any](pools)
         if mode != "prefill":
             facts = {"tree": tree_mask is not None, "sinks": self.config.sinks, "out_dtype": x.dtype}
             metadata = {
-                group.name: plan_gqa(
+                group.name: self._local(plan_gqa)(
                     metadata[group.name],
                     held[group.name],
                     self.config.spec(group.window),

@@ -7,7 +7,7 @@ router and rope are computed in float32.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -48,18 +48,20 @@ class Step:
     Attributes:
         mode, tree_mask, implementation: the model's arguments.
         form: form of the attention.
+        local: function that gives a step as a device runs it.
     """
 
     mode: str
     form: Form
     tree_mask: Bool[Array, "B S M"] | None
     implementation: Order
+    local: Callable[..., Any]
 
     @property
     def entry_point(self):
         """The function of ``mla_attn.steps``."""
         absorbed_prompt = self.form == "absorbed" and self.mode in PROMPT_MODES
-        return getattr(steps, "absorbed_extend" if absorbed_prompt else self.mode)
+        return self.local(getattr(steps, "absorbed_extend" if absorbed_prompt else self.mode))
 
 
 class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
@@ -202,13 +204,14 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         """The attention of the layers, and the metadata with the work list that they share, if they need one."""
         check_step(mode, tree_mask)
         _check_form(mode, form)
+        rest = (tree_mask, implementation, self._local)
         if form == "expanded":
-            return Step(mode, form, tree_mask, implementation), m
-        tree = tree_mask is not None
-        planned = plan_mla(m, pool, self.attention_spec, tree=tree, out_dtype=dtype, implementation=implementation)
+            return Step(mode, form, *rest), m
+        facts = {"tree": tree_mask is not None, "out_dtype": dtype, "implementation": implementation}
+        planned = self._local(plan_mla)(m, pool, self.attention_spec, **facts)
         if form is None and mode in PROMPT_MODES and planned.work_plan is None:  # only kernels have one
-            return Step(mode, "expanded", tree_mask, implementation), m
-        return Step(mode, "absorbed", tree_mask, implementation), planned
+            return Step(mode, "expanded", *rest), m
+        return Step(mode, "absorbed", *rest), planned
 
     def _require_mtp(self):
         if self.draft_refusal is not None:
@@ -310,7 +313,7 @@ class Attention(nnx.Module):
 
     def _queries(self, x, cos_sin):
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(q.shape[0], self.spec.num_heads, -1)
+        q = q.reshape(q.shape[0], -1, self.nope_dim + self.spec.qk_rope_head_dim)  # a device has some of the heads
         return q[..., : self.nope_dim], rotate(q[..., self.nope_dim :], *cos_sin, interleaved=self.interleaved)
 
     def _latent(self, x, cos_sin):

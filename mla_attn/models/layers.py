@@ -17,7 +17,15 @@ class Linear(nnx.Module):
     """``x @ kernel``, plus ``bias`` if there is one, accumulated in float32; ``kernel`` is [in, out].
 
     ``nnx.Linear`` is not used, because the precision must follow the dtype and heads need the float32 accumulator.
+
+    Attributes:
+        summed: axes of the enclosing ``jax.shard_map`` over which the rows of the kernel and the channels of ``x`` are
+            sharded.
+        gathered: axes over which the columns are sharded, for results that every device needs.
     """
+
+    summed: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
 
     def __init__(self, dim_in: int, dim_out: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
         self.kernel = weight(rngs, (dim_in, dim_out), dtype)
@@ -30,23 +38,38 @@ class Linear(nnx.Module):
     def float32(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         """The result before it is rounded to the dtype of ``x``."""
         product = dot(x, self.kernel[...])
-        if not hasattr(self, "bias"):
-            return product
-        return product + jnp.broadcast_to(self.bias[...].astype(jnp.float32), product.shape)
+        if self.summed:
+            product = jax.lax.psum(product, self.summed)
+        if hasattr(self, "bias"):
+            product = product + jnp.broadcast_to(self.bias[...].astype(jnp.float32), product.shape)
+        return _gather_last(product, self.gathered)
 
 
 class Embedding(nnx.Module):
-    """Token embeddings [vocab, dim]. Ids outside the vocabulary (padding) are clipped, so that rows stay finite."""
+    """Token embeddings [vocab, dim]. Ids outside the vocabulary (padding) are clipped, so that rows stay finite.
+
+    Attributes:
+        sharded: axes of the enclosing ``jax.shard_map`` over which the vocabulary is sharded.
+    """
+
+    sharded: tuple[str, ...] = ()
 
     def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
         self.embedding = weight(rngs, (vocab, dim), dtype)
 
     def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T dim"]:
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        table = self.embedding[...]
+        if not self.sharded:
+            return jnp.take(table, tokens, axis=0, mode="clip")
+        ranks, rank = jax.lax.axis_size(self.sharded), jax.lax.axis_index(self.sharded)
+        own = jnp.clip(tokens, 0, ranks * table.shape[0] - 1) - rank * table.shape[0]
+        rows = jnp.take(table, own, axis=0, mode="clip")
+        held = (own >= 0) & (own < table.shape[0])
+        return jax.lax.psum(jnp.where(held[:, None], rows, jnp.zeros((), rows.dtype)), self.sharded)
 
     def attend(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits, with the embedding as the head."""
-        return dot(x, self.embedding[...].T)
+        return _gather_last(dot(x, self.embedding[...].T), self.sharded)
 
 
 class RMSNorm(nnx.Module):
@@ -76,6 +99,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x):
         return self.down_proj(gated(self.gate_proj.float32(x), self.up_proj.float32(x), x.dtype, self.activation))
+
+
+def _gather_last(x: Float[Array, "*rows part"], axes: tuple[str, ...]) -> Float[Array, "*rows whole"]:
+    """Gathers the last axis over axes of a mesh."""
+    return jax.lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) if axes else x
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:

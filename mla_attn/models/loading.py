@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from mla_attn.models import decoder_weights, deepseek_weights
@@ -26,7 +27,9 @@ from mla_attn.models.files import CheckpointError, exists, read_json
 from mla_attn.models.keys import END_TOKENS
 from mla_attn.models.safetensors import DTYPES, Stored, list_tensors
 from mla_attn.models.settings import read_settings
+from mla_attn.models.sharding import mark, parameters
 from mla_attn.models.weights import BLOCKS, MXFP4_BLOCK, Weight, dequantise, scale_name
+from mla_attn.parallel import Parallelism
 from mla_attn.text import some
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,9 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
-def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> Model:
+def load_checkpoint(
+    path: str | os.PathLike, *, dtype: DTypeLike | None = None, parallelism: Parallelism | None = None
+) -> Model:
     """Loads a folder with ``config.json`` and ``model.safetensors`` (or its shards and their index).
 
     The ``model_type`` determines the family. FP8 weights with block scales, and experts in MXFP4, are dequantised to
@@ -52,13 +57,15 @@ def load_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) 
         path: checkpoint folder.
         dtype: bfloat16, float16 or float32, of parameters and activations. None for that of the checkpoint's embedding
             if it is one of these, else bfloat16.
+        parallelism: mesh and layout to shard the model over. A tensor goes from the host to the devices part by part;
+            none of them has the whole model. The model then runs inside ``jax.shard_map``, as ``Engine`` runs it.
 
     Raises:
         CheckpointError: the folder has missing or damaged files, invalid or unsupported settings, missing, unexpected
             or misshapen tensors, or a dtype that is not read. The message names the file.
-        ValueError: a wrong ``dtype``.
+        ValueError: a wrong ``dtype``, or devices that cannot share the model.
     """
-    return open_checkpoint(path, dtype=dtype).load()
+    return open_checkpoint(path, dtype=dtype, parallelism=parallelism).load()
 
 
 class Checkpoint:
@@ -68,15 +75,25 @@ class Checkpoint:
         model: the model; its parameters are abstract until ``load`` is called.
     """
 
-    def __init__(self, folder: Path, config: Config, tensors: dict[str, Stored], model: Model, weights: list[Weight]):
-        self.model = model
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        tensors: dict[str, Stored],
+        model: Model,
+        weights: list[Weight],
+        shardings: dict[int, Any],
+    ):
+        self.model, self._shardings = model, shardings
         self._folder, self._config, self._tensors, self._weights = folder, config, tensors, weights
 
     def load(self) -> Model:
         """Reads the weights, one tensor at a time, and returns the model."""
         _check_tied_head(self._folder, self._tensors, self._config)
         for weight in self._weights:
-            weight.fill(lambda name, row: dequantise(self._tensors, name, self._config.weight_block_size, row))
+            weight.fill(
+                lambda name, row: dequantise(self._tensors, name, self._config.weight_block_size, row), self._shardings
+            )
         layers, latent = self._config.num_hidden_layers, isinstance(self._config, DeepseekConfig)
         layers += latent and self.model.can_draft
         if scales := read_cache_scales(self._folder, self._tensors, layers, latent=latent):
@@ -84,7 +101,9 @@ class Checkpoint:
         return self.model
 
 
-def open_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike, *, dtype: DTypeLike | None = None, parallelism: Parallelism | None = None
+) -> Checkpoint:
     """Checks a folder without reading weights; arguments and errors are those of ``load_checkpoint``."""
     folder = Path(path)
     config = read_config(folder)
@@ -101,7 +120,10 @@ def open_checkpoint(path: str | os.PathLike, *, dtype: DTypeLike | None = None) 
     for weight in weights:
         _check_stored(weight, tensors, config)
     _warn(folder, config, tensors, drafts=drafts)
-    return Checkpoint(folder, config, tensors, model, weights)
+    shardings: dict[int, Any] = dict.fromkeys(map(id, parameters(model)))
+    if parallelism is not None:
+        shardings = dict.fromkeys(shardings, parallelism.sharding(PartitionSpec())) | mark(model, parallelism)
+    return Checkpoint(folder, config, tensors, model, weights, shardings)
 
 
 def _map(config: Config) -> Any:

@@ -15,7 +15,40 @@ from mla_attn.ops.grouped_matmul import grouped_matmul
 _COMPARED_PAIRS = 2048  # most (token, expert) pairs that are ordered without a sort
 
 
-class MoE(nnx.Module):
+class _Sharded(nnx.Module):
+    """Experts of which a device has some, or a part of each.
+
+    Attributes:
+        summed: axes of the enclosing ``jax.shard_map`` over which the width of every expert is sharded.
+        experts: axes over which the experts are sharded.
+        tokens: those of ``experts`` whose devices have tokens of their own.
+    """
+
+    summed: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    def _multiply(self, rows, weights: nnx.Param, sizes):
+        """``grouped_matmul`` by this device's experts; the rows of others give zeros."""
+        return grouped_matmul(rows, weights[...], sizes, first_group=self._first(weights))
+
+    def _first(self, weights: nnx.Param):
+        """This device's first expert."""
+        return jax.lax.axis_index(self.experts) * weights.shape[0] if self.experts else 0
+
+    def _through(self, x, experts, weights, count: int, run) -> Float[Array, "T dim"]:
+        """``through_experts``; devices of ``tokens`` gather their tokens, and each computes for its experts."""
+        if self.tokens:
+            x, experts, weights = (
+                jax.lax.all_gather(each, self.tokens, axis=0, tiled=True) for each in (x, experts, weights)
+            )
+        out = through_experts(x, experts, weights, count, run)
+        if summed := (*self.summed, *(axis for axis in self.experts if axis not in self.tokens)):
+            out = jax.lax.psum(out, summed)
+        return jax.lax.psum_scatter(out, self.tokens, scatter_dimension=0, tiled=True) if self.tokens else out
+
+
+class MoE(_Sharded):
     """Routed experts, of which each token passes through a few, plus shared experts for every token."""
 
     def __init__(self, config: DeepseekConfig, *, dtype, rngs: nnx.Rngs):
@@ -35,10 +68,10 @@ class MoE(nnx.Module):
 
     def _experts(self, x, experts: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T dim"]:
         def run(rows, sizes, _):
-            gate, up = (grouped_matmul(rows, w[...], sizes) for w in (self.gate_proj, self.up_proj))
-            return grouped_matmul(gated(gate, up, x.dtype), self.down_proj[...], sizes)
+            gate, up = (self._multiply(rows, each, sizes) for each in (self.gate_proj, self.up_proj))
+            return self._multiply(gated(gate, up, x.dtype), self.down_proj, sizes)
 
-        return through_experts(x, experts, weights, self.gate_proj.shape[0], run)
+        return self._through(x, experts, weights, self.gate.kernel.shape[1], run)
 
 
 def through_experts(
@@ -130,7 +163,7 @@ def _keep_groups(scores: Float[Array, "T experts"], groups: int, kept: int, *, b
     return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-class ClampedMoE(nnx.Module):
+class ClampedMoE(_Sharded):
     """The experts of gpt-oss: biases throughout, clamped SwiGLU (Hugging Face's code published with the checkpoints).
 
     An expert is ``down(min(gate, c) * sigmoid(1.702 min(gate, c)) * (clip(up, -c, c) + 1))``. The weights of a token's
@@ -151,13 +184,19 @@ class ClampedMoE(nnx.Module):
     def __call__(self, x: Float[Array, "T dim"]) -> Float[Array, "T dim"]:
         logits, experts = jax.lax.top_k(self.router.float32(x.astype(jnp.float32)), self.chosen)
         weights = jax.nn.softmax(logits, axis=-1)
-        return through_experts(x, experts, weights, self.gate_proj.shape[0], self._run).astype(x.dtype)
+        return self._through(x, experts, weights, self.router.kernel.shape[1], self._run).astype(x.dtype)
 
     def _run(self, rows, sizes, experts):
-        def product(inputs, matrices, biases):
-            return grouped_matmul(inputs, matrices[...], sizes) + biases[...].astype(jnp.float32)[experts]
+        own = experts - self._first(self.gate_proj)
 
-        gate = jnp.minimum(product(rows, self.gate_proj, self.gate_bias), self.limit)
-        up = jnp.clip(product(rows, self.up_proj, self.up_bias), -self.limit, self.limit)
+        def bias(biases):
+            return biases[...].astype(jnp.float32)[jnp.clip(own, 0, biases.shape[0] - 1)]
+
+        gate = jnp.minimum(self._multiply(rows, self.gate_proj, sizes) + bias(self.gate_bias), self.limit)
+        up = self._multiply(rows, self.up_proj, sizes) + bias(self.up_bias)
+        up = jnp.clip(up, -self.limit, self.limit)
         hidden = (gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)).astype(rows.dtype)
-        return product(hidden, self.down_proj, self.down_bias)
+        # Added once, by the first of the devices that have parts of an expert, or by the one that has all of it.
+        added = jax.lax.axis_index(self.summed) == 0 if self.summed else (own >= 0) & (own < self.down_bias.shape[0])
+        out = self._multiply(hidden, self.down_proj, sizes)
+        return out + jnp.where(jnp.broadcast_to(added, own.shape)[:, None], bias(self.down_bias), 0.0)

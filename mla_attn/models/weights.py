@@ -1,7 +1,8 @@
 """Maps from checkpoint tensors to parameters, and dequantisation of stored tensors."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,16 +39,18 @@ class Weight:
     stacked: bool = False
     by_row: bool = False
 
-    def fill(self, read: Callable[[str, int | None], np.ndarray]) -> None:
+    def fill(self, read: Callable[[str, int | None], np.ndarray], shardings: Mapping[int, Any]) -> None:
         """Sets the parameters, in their dtypes.
 
         Args:
             read: function that returns a tensor, or one of its rows.
+            shardings: shardings of parameters by their ids; of others None, which means the default device.
         """
         if not self.stacked and not self.by_row:
             for param, value in zip(self.params, self.convert(read(self.names[0], None)), strict=True):
                 # A copy, because on a CPU the device array may alias the given memory.
-                param.set_value(jax.device_put(np.array(value, param.dtype, order="C")))
+                host = np.array(value, param.dtype, order="C")
+                param.set_value(jax.device_put(host, shardings[id(param)]))
             return
         hosts = [np.empty(param.shape, param.dtype) for param in self.params]
         for row in range(len(hosts[0])):
@@ -55,7 +58,7 @@ class Weight:
             for host, value in zip(hosts, self.convert(values), strict=True):
                 host[row] = value
         for param, host in zip(self.params, hosts, strict=True):
-            param.set_value(jax.device_put(host))
+            param.set_value(jax.device_put(host, shardings[id(param)]))
 
 
 def plain(param: nnx.Param, name: str) -> Weight:

@@ -57,6 +57,8 @@ def sharded(function: Callable[..., Any], *, mesh: Mesh, layout: Layout, check_v
         ValueError: another function, an axis that the mesh does not have, heads or rows that the devices cannot share.
     """
     layout.check(mesh)
+    if function in (plan_mla, plan_gqa):
+        raise ValueError("function=plan_mla or plan_gqa: must be a step or an op, plan() makes work lists")
     in_shard(function, layout)
     return _sharded(function, mesh, layout, check_vma)
 
@@ -185,10 +187,8 @@ def plan(
     if pool is not None and spec is not None:
         calls: dict[str, Any] = {"causal": causal, "tree": tree, "sinks": sinks, "batch_invariant": batch_invariant}
         calls |= {"out_dtype": jnp.dtype(out_dtype), "q_dtype": jnp.dtype(q_dtype)}
-        if size(mesh, layout.context) > 1:
-            calls |= {"sinks": False, "out_dtype": jnp.dtype(jnp.float32)}
         calls["implementation"] = requested(implementation)
-        planned = (_local_pool(pool, mesh, layout), spec.shard(heads=size(mesh, layout.heads)), tuple(calls.items()))
+        planned = (_local_pool(pool, mesh, layout), spec, tuple(calls.items()))
     return _plan(arrays, (builder, static, planned, mesh, layout, check_vma))
 
 
@@ -204,8 +204,8 @@ def _plan(arrays, facts):
         if planned is None:
             return metadata
         pool, spec, calls = planned
-        plan_op: Any = plan_mla if isinstance(spec, MLASpec) else plan_gqa
-        return plan_op(metadata, pool, spec, **dict(calls))
+        op = plan_mla if isinstance(spec, MLASpec) else plan_gqa
+        return in_shard(op, layout)(metadata, pool, spec, **dict(calls))
 
     shared = ("step", "num_drafted", "page_map")  # not of a request each
     of_requests = {n for n, x in arrays.items() if n not in shared and not (n == "depths" and x.ndim == 1)}

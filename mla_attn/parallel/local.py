@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mla_attn import steps
 from mla_attn.cache import move_rows, write_kv
-from mla_attn.ops import gqa_attention, mla_attention
+from mla_attn.ops import gqa_attention, mla_attention, plan_gqa, plan_mla
 from mla_attn.ops.checks import result_dtype
 from mla_attn.ops.expanded import fresh_rows
 from mla_attn.ops.ragged import ragged_attention
@@ -25,7 +25,8 @@ _PAGED = {  # attend to the cache, so that partial results over its shards are m
     **dict.fromkeys((steps.gqa_decode, steps.gqa_target_verify, steps.gqa_draft_extend), ("q",)),
     **dict.fromkeys((steps.gqa_draft_decode, steps.gqa_extend, gqa_attention), ("q",)),
 }
-_OTHERS = (steps.prefill, steps.extend, steps.gqa_prefill, move_rows)
+_PLANS = (plan_mla, plan_gqa)
+_OTHERS = (steps.prefill, steps.extend, steps.gqa_prefill, move_rows, *_PLANS)
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,6 +57,9 @@ def _run(function, layout: Layout, given: dict[str, Any]):
     if function is move_rows:
         return move_rows(**given, context_axes=contexts)
     spec, devices = given.pop("spec"), jax.lax.axis_size(layout.heads)
+    if function in _PLANS:
+        merged = {"sinks": False, "out_dtype": jnp.dtype(jnp.float32)} if contexts else {}
+        return function(**{**given, **merged}, spec=spec.shard(heads=devices))
     if isinstance(spec, GQASpec) and "k" in given and spec.num_kv_heads % devices:
         head = jax.lax.axis_index(layout.heads) * spec.num_kv_heads // devices
         given |= {name: jax.lax.dynamic_slice_in_dim(given[name], head, 1, axis=1) for name in ("k", "v")}

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from mla_attn import metadata as md
-from mla_attn.cache import move_rows
 from mla_attn.models.base import CausalLM, Metadata, Pools
 from mla_attn.passes.fields import Arrays
 from mla_attn.passes.functions import Functions, last_rows, of_rows
@@ -59,7 +58,7 @@ class DraftFunctions:
         result, path = accept_tree(tokens, parents, targets, rows.q_lens, max_depth=tree.depth)
         if not tree.is_chain:
             moves = {name: path_moves(m[name].slots.reshape(tokens.shape), path) for name in m}
-            pools = pools | {name: move_rows(pools[name], *moves[name]) for name in m}
+            pools = pools | {name: passes.move_rows(pools[name], *moves[name]) for name in m}
         hidden = hidden.reshape(*tokens.shape, -1)
         outputs = {
             "emitted": result.emitted,
