@@ -27,13 +27,13 @@ from mla_attn.engine.outputs import Launch, Outbox
 from mla_attn.engine.pages import CacheSizes, Limits
 from mla_attn.engine.requests import EngineDead, OnOutput, Output, QueueFull, SamplingParams, check_model, check_params
 from mla_attn.engine.scheduler import Request, Scheduler
-from mla_attn.engine.sharding import OnMesh, check_sharding, groups_on_device
+from mla_attn.engine.sharding import check_sharding, groups_on_device, page_parts, wrapper
 from mla_attn.engine.sizes import batch_ladder, choose_sizes, most_limits, pass_shapes, row_ladder
-from mla_attn.engine.state import create_device, on_states
+from mla_attn.engine.state import create_device
 from mla_attn.engine.statistics import Counters, EngineStatistics, statistics
 from mla_attn.models import load_checkpoint
 from mla_attn.models.base import CacheGroup, CausalLM, stored_as
-from mla_attn.models.tokenizer import IdTokenizer, Tokenizer, encode, load_tokenizer
+from mla_attn.models.tokenizer import Tokenizer, encode, tokenizer_or_ids
 from mla_attn.parallel import Parallelism
 from mla_attn.passes import DraftModel, DraftPasses, Drafts, Passes, all_groups, most_positions
 from mla_attn.programs import open_folder
@@ -128,19 +128,16 @@ class Engine:
         parallelism: Parallelism | None = None,
     ):
         check_model(model)
-        check_integer("page_size", page_size, 1)
         check_sharding(model, draft, parallelism, page_size)
         limits = most_limits(
             model, draft, speculation, max_batch=max_batch, max_waiting=max_waiting, prompt_tokens=prompt_tokens
         )
-        pages = {"num_pages": num_pages, "page_size": page_size, "prefix_cache": prefix_cache}
+        pages: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size, "prefix_cache": prefix_cache}
         groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale, draft_kv_dtype)
-        pages["page_parts"] = 1 if parallelism is None else parallelism.size("context")
-        local = groups_on_device(groups, parallelism)
-        cache, limits = choose_sizes(local, limits, **pages, max_len=max_len, memory_fraction=memory_fraction)
+        pages |= {"max_len": max_len, "memory_fraction": memory_fraction, "page_parts": page_parts(parallelism)}
+        cache, limits = choose_sizes(groups_on_device(groups, parallelism), limits, **pages)
         ladders = batch_ladder(batches, max_batch), row_ladder(prompt_tokens)
-        rest = (implementation, draft, cache_dir, groups, parallelism)
-        self._build(model, limits, cache, speculation, *ladders, *rest)
+        self._build(model, limits, cache, speculation, *ladders, implementation, draft, cache_dir, groups, parallelism)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -156,13 +153,8 @@ class Engine:
             ValueError: as in ``load_checkpoint`` and the constructor. If the tokenizer cannot be used, prompts as text
                 raise the reason.
         """
-        model = load_checkpoint(path, dtype=dtype, parallelism=options.get("parallelism"))
-        engine = cls(model, **options)
-        if engine.tokenizer is None:
-            try:
-                engine.tokenizer = load_tokenizer(path)
-            except (ValueError, ImportError) as reason:
-                engine.tokenizer = IdTokenizer(reason)
+        engine = cls(load_checkpoint(path, dtype=dtype, parallelism=options.get("parallelism")), **options)
+        engine.tokenizer = engine.tokenizer or tokenizer_or_ids(path)
         return engine
 
     @classmethod
@@ -190,10 +182,9 @@ class Engine:
         if limits.max_len > (positions := most_positions(model, draft)):
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
         self._groups = groups or all_groups(model, draft)
-        self._parallelism = parallelism
-        parts = 1 if parallelism is None else parallelism.size("context")
+        self._parallelism, part = parallelism, cache.page_size // page_parts(parallelism)
         for group in groups_on_device(self._groups, parallelism):
-            group.check_supported(page_size=cache.page_size // parts, implementation=implementation)
+            group.check_supported(page_size=part, implementation=implementation)
         self.tokenizer: Tokenizer | None = None
         self.model, self.speculation, self.max_len = model, tuple(dict.fromkeys(speculation)), limits.max_len
         self.max_batch, self.max_waiting = limits.max_batch, limits.max_waiting
@@ -202,10 +193,8 @@ class Engine:
         self._scheduler = Scheduler(limits, cache, self._counters)
         shapes = pass_shapes(limits, cache, self._scheduler.tables.widths, batches, prompt_rows)
         other = draft.model if isinstance(draft, DraftModel) else None
-        # Programs over several devices are not kept: a name does not tell them apart.
-        self.folder = open_folder(cache_dir) if parallelism is None else None
-        wrap = on_states if parallelism is None else OnMesh.of(parallelism, model, other)
-        options = {"implementation": implementation, "wrap": wrap, "folder": self.folder}
+        self.folder = open_folder(cache_dir) if parallelism is None else None  # names do not tell meshes apart
+        options = {"implementation": implementation, "wrap": wrapper(parallelism, model, other), "folder": self.folder}
         self._passes = self.passes_class(model, shapes, draft=other, groups=self._groups, **options)
         self._drafting = {tree: DraftPasses(self._passes, model, tree, draft) for tree in self.speculation}
         self._draft_steps = {

@@ -4,7 +4,7 @@ Tokens, states of requests, inputs and outputs are the same on every device, so 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from mla_attn.checks import check_integer
 from mla_attn.engine.state import on_states
-from mla_attn.models.base import CacheGroup, CausalLM
+from mla_attn.models.base import CacheGroup, CausalLM, layout_of
 from mla_attn.parallel import Parallelism
 from mla_attn.parallel.layout import place, pool_specs
 from mla_attn.passes import DraftModel, Drafts, Pass
@@ -63,6 +64,11 @@ class OnMesh:
         return dataclasses.replace(made, fn=fn)
 
 
+def wrapper(parallelism: Parallelism | None, *models: CausalLM | None) -> Callable[[Pass], Pass]:
+    """The function that makes the passes of these models, one after the other, passes over states of requests."""
+    return on_states if parallelism is None else OnMesh.of(parallelism, *models)
+
+
 def check_sharding(model: CausalLM, draft: Drafts, parallelism: Parallelism | None, page_size: int) -> None:
     """Raises unless the models are sharded over the mesh, and pages can be shared by its devices.
 
@@ -72,9 +78,9 @@ def check_sharding(model: CausalLM, draft: Drafts, parallelism: Parallelism | No
     """
     layout = None if parallelism is None else parallelism.layout
     for name, each in (("model", model), ("draft", draft.model if isinstance(draft, DraftModel) else None)):
-        if each is not None and each.layout != layout:
+        if each is not None and layout_of(each) != layout:
             raise ValueError(
-                f"{name} is sharded by {each.layout}, must be by {layout}, the parallelism's: load it with "
+                f"{name} is sharded by {layout_of(each)}, must be by {layout}, the parallelism's: load it with "
                 "load_checkpoint(parallelism=), or shard it with shard_model"
             )
     if parallelism is None:
@@ -84,7 +90,7 @@ def check_sharding(model: CausalLM, draft: Drafts, parallelism: Parallelism | No
     for array in jax.tree.leaves(nnx.state(model)):
         if array.sharding.mesh != parallelism.mesh:
             raise ValueError(f"model is on the mesh {array.sharding.mesh}, must be on that of parallelism")
-    if page_size % (ranks := parallelism.size("context")):
+    if check_integer("page_size", page_size, 1) % (ranks := page_parts(parallelism)):
         raise ValueError(f"page_size={page_size} must be a multiple of the {ranks} context ranks")
 
 
@@ -94,3 +100,8 @@ def groups_on_device(groups: Iterable[CacheGroup], parallelism: Parallelism | No
         return tuple(groups)
     heads = parallelism.size("heads")
     return tuple(dataclasses.replace(group, spec=group.spec.shard(heads=heads)) for group in groups)
+
+
+def page_parts(parallelism: Parallelism | None) -> int:
+    """Devices that have equal parts of a page's tokens."""
+    return 1 if parallelism is None else parallelism.size("context")

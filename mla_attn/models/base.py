@@ -231,6 +231,11 @@ def check_groups(name: str, value: Any, groups: Iterable[CacheGroup]) -> None:
         raise ValueError(f"{name} has the cache groups {list(value)}, must be {keys}")
 
 
+def layout_of(model: Any) -> Layout | None:
+    """The layout of a sharded model, which runs inside ``jax.shard_map``; None of one that runs on one device."""
+    return getattr(model, "layout", None)
+
+
 def check_dtype(dtype: DTypeLike) -> np.dtype:
     """A model's dtype; ValueError for another than bfloat16, float16 or float32."""
     dtype = jnp.dtype(dtype)
@@ -278,11 +283,6 @@ class CausalLM(Protocol):
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the hidden states."""
-        ...
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of a sharded model, which runs inside ``jax.shard_map``; None on one device."""
         ...
 
     @property

@@ -83,6 +83,14 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
     return _byte_tokenizer(folder, config)
 
 
+def tokenizer_or_ids(path: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of a checkpoint folder or, if it cannot be used, one that raises the reason for texts."""
+    try:
+        return load_tokenizer(path)
+    except (ValueError, ImportError) as reason:
+        return IdTokenizer(reason)
+
+
 def encode(prompt: str, tokenizer: Tokenizer | None) -> list[int]:
     """Returns the token ids of a prompt; raises ValueError if the engine has no tokenizer."""
     if tokenizer is None:

@@ -15,7 +15,7 @@ from flax import nnx
 from mla_attn import metadata as md
 from mla_attn.cache import move_rows
 from mla_attn.dispatch import Order, requested
-from mla_attn.models.base import CacheGroup, CausalLM, Metadata, Pools
+from mla_attn.models.base import CacheGroup, CausalLM, Metadata, Pools, layout_of
 from mla_attn.parallel import Layout, in_shard
 from mla_attn.passes.fields import INVALID_TOKEN, SAMPLING, Arrays
 from mla_attn.sampling import sample
@@ -74,7 +74,7 @@ class Functions:
         graphdef, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
         names = tuple((group.name, group.window) for group in groups)
-        facts |= {"graphdef": graphdef, "structure": structure, "groups": names, "layout": model.layout}
+        facts |= {"graphdef": graphdef, "structure": structure, "groups": names, "layout": layout_of(model)}
         # A plain tuple, because each call flattens it: 0.9 ms for an ``nnx.State`` of 400 arrays, 0.1 ms for a tuple.
         return cls(**facts, implementation=requested(implementation)), tuple(leaves)
 
