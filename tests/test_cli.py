@@ -342,9 +342,31 @@ def test_options_reach_the_engine(call, monkeypatch):
     }
 
 
+def test_several_devices(call):
+    """The tokens of one device, with a draft model of the same checkpoint on the same devices."""
+    devices = ["--tensor-parallel", "2", "--context-parallel", "2", "--expert-parallel", "4", "--page-size", "16"]
+    drafts = ("--draft", V3, "--speculate", "2")
+    arguments = ("--prompt-ids", ",".join(map(str, PROMPT)), "--max-new-tokens", NEW, "--dtype", "float32", "--json")
+    status, out, _ = call("generate", V3, *arguments, *devices, *drafts)
+    assert status == 0 and json.loads(out)["requests"][0]["tokens"] == GREEDY[:NEW]
+    assert json.loads(out)["stats"]["compiles_after_warm_up"] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["generate", V3, "--prompt", "x", "--tensor-parallel", "3", "--context-parallel", "3", "--page-size", "9"],
+            "--tensor-parallel 3 and --context-parallel 3 need 9 devices, there are 8 of the kind 'cpu'",
+        ),
+        (
+            ["generate", V3, "--prompt", "x", "--tensor-parallel", "2", "--expert-parallel", "3"],
+            "--expert-parallel 3 must be one of 1, 2, as --tensor-parallel is 2 and --context-parallel 1",
+        ),
+        (
+            ["generate", V3, "--prompt", "x", "--context-parallel", "3"],
+            "--page-size 64 must be a multiple of --context-parallel 3",
+        ),
         (["generate", "/no/such/folder", "--prompt", "x"], "CHECKPOINT '/no/such/folder' must be a folder"),
         (["generate", "", "--prompt", "x"], "CHECKPOINT '' must be a folder"),
         (["generate", V3, "--prompt", ""], "prompt is empty"),

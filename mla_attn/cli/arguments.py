@@ -13,6 +13,7 @@ from mla_attn.cli.options import (
     FOLDER,
     INT32_MAX,
     MOST_BATCH,
+    MOST_DEVICES,
     MOST_DRAFTS,
     MOST_PAGE_SIZE,
     MOST_SEED,
@@ -120,6 +121,7 @@ def _generate(parser: Parser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)
     _cache_dir(parser)
+    _devices(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     _runs(parser, "mla_attn.cli.generate", _check_generate)
 
@@ -141,6 +143,30 @@ def _implementation(parser: Parser) -> None:
     parser.add_argument(
         "--implementation", choices=IMPLEMENTATIONS, help="attention implementation (default: chosen for each call)"
     )
+
+
+def _devices(parser: Parser) -> None:
+    add, devices = parser.add, integer(1, MOST_DEVICES)
+    add("--tensor-parallel", devices, default=1, metavar="N", help="devices that share the heads (default 1)")
+    add("--context-parallel", devices, default=1, metavar="N", help="devices that share every context (default 1)")
+    add(
+        "--expert-parallel",
+        devices,
+        default=1,
+        metavar="N",
+        help="of these devices, those that share the experts (default 1: experts are shared by width)",
+    )
+
+
+def _check_devices(options: argparse.Namespace) -> None:
+    tensor, context = options.tensor_parallel, options.context_parallel
+    if options.expert_parallel not in (allowed := {1, tensor, context, tensor * context}):
+        raise ValueError(
+            f"--expert-parallel {options.expert_parallel} must be one of {', '.join(map(str, sorted(allowed)))}, as "
+            f"--tensor-parallel is {tensor} and --context-parallel {context}"
+        )
+    if options.page_size % context:
+        raise ValueError(f"--page-size {options.page_size} must be a multiple of --context-parallel {context}")
 
 
 def _cache_dir(parser: Parser) -> None:
@@ -206,6 +232,7 @@ def _check_drafts(options: argparse.Namespace) -> None:
 
 def _check_generate(options: argparse.Namespace) -> None:
     _check_drafts(options)
+    _check_devices(options)
     if options.draft_kv_dtype is not None and (
         isinstance(options.draft, int) or not (options.tree or options.speculate)
     ):

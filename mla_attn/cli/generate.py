@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from mla_attn.cli.devices import parallelism_of, sharded_drafts
 from mla_attn.cli.drafts import open_drafts
 from mla_attn.engine import Engine, SamplingParams
 from mla_attn.engine.sizes import check_engine_fits, draft_limits
@@ -68,7 +69,9 @@ def _print_json(options: argparse.Namespace, prompts, tokens, tokenizer, engine:
 
 def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engine, list[SamplingParams]]:
     """An engine for these prompts, and each one's parameters; sizes are checked before weights are read."""
-    checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype))
+    parallelism = parallelism_of(options)
+    where = {} if parallelism is None else {"parallelism": parallelism}
+    checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype), **where)
     model = checkpoint.model
     scales = None if options.kv_scales is None else read_json(Path(options.kv_scales))
     _check_prompts(options, prompts, model)
@@ -92,7 +95,8 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         "kv_dtype": options.kv_dtype,
         "draft_kv_dtype": options.draft_kv_dtype,
     }
-    check_engine_fits(model, draft, trees, **sizes)
+    if parallelism is None:  # of several devices none has the whole model
+        check_engine_fits(model, draft, trees, **sizes)
     parameters = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,
@@ -109,7 +113,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         checkpoint.load(),
         **sizes,
         speculation=trees,
-        draft=load_draft(),
+        draft=sharded_drafts(load_draft, parallelism),
         max_waiting=len(prompts),
         batches=(
             sizes["max_batch"],
@@ -117,6 +121,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
         implementation=options.implementation,
         cache_dir=options.cache_dir,
         kv_scale=scales,
+        **where,
     )
     return engine, parameters
 

@@ -14,6 +14,7 @@ INT32_MAX = 2**31 - 1
 MOST_SEED = 2**32 - 1
 MOST_DRAFTS = 255  # drafts of a chain or tree, so that a verify pass has at most 256 rows per request
 MOST_BATCH = 4096
+MOST_DEVICES = 1024
 MOST_PAGE_SIZE = 65536  # tokens
 MOST_NGRAM = 64  # tokens that drafts from n-grams match
 MOST_VALUES = 16  # values of an option that takes several
