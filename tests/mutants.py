@@ -42,6 +42,9 @@ COMBINED = "tests/pallas_kernels/test_combine.py"
 SCHEDULE = "tests/pallas_kernels/test_work_list.py::"
 KEPT = "tests/programs/test_step.py::"
 ADAPTER = "tests/mosaic_gpu/test_mla.py::"
+OVER_RANKS = "tests/parallel/test_calls.py::"
+PARALLEL_ENGINE = "tests/engine/test_parallel.py::test_tokens"
+METADATA_BUILDERS = "mla_attn/metadata/builders.py"
 DECODER = "mla_attn/models/decoder.py"
 DECODER_CONFIG = "mla_attn/models/decoder_config.py"
 DECODED = "tests/models/test_decoder.py::test_whole_prompts_in_one_call"
@@ -76,7 +79,7 @@ MUTANTS = (
     Mutant("LSE in base 2", BLOCKWISE, "m + jnp.log(", "m + jnp.log2(", XLA + "test_lengths_and_mixed_rows"),
     Mutant("running sum not rescaled", BLOCKWISE, "l * alpha + p.sum(axis=-1)", "l + p.sum(axis=-1)", XLA + "test_scale_and_large_scores"),
     Mutant("scale squared", BLOCKWISE, "index, scale = tile + lanes, rules.scale\n", "index, scale = tile + lanes, rules.scale**2\n", XLA + "test_lengths_and_mixed_rows"),
-    Mutant("soft cap forgotten", "mla_attn/xla/mla.py", "spec.window, spec.soft_cap, tree_mask, sinks)", "spec.window, None, tree_mask, sinks)", XLA + "test_soft_cap"),
+    Mutant("soft cap forgotten", "mla_attn/xla/mla.py", "spec.window, spec.soft_cap, tree_mask, sinks", "spec.window, None, tree_mask, sinks", XLA + "test_soft_cap"),
     Mutant("stride ignored", BLOCKWISE, "slots * batch.kv_stride)[:, None, :]", "slots)[:, None, :]", XLA + "test_strided_positions"),
     Mutant("tile size follows the mode", "mla_attn/xla/paged.py", "tile=1 if batch_invariant else None", "tile=None", "tests/xla/test_blockwise.py::test_invariant_cuts_follow_neither_mode_nor_batch"),
     Mutant("a tile left out for one row's sake", BLOCKWISE, ".all(axis=-1, keepdims=True)", ".any(axis=-1, keepdims=True)", "tests/ops/test_skip.py::test_bound[one lane-0.1-gqa_attention]"),
@@ -104,7 +107,7 @@ MUTANTS = (
     Mutant("a negative length moves other rows", "mla_attn/metadata/builders.py", "jnp.clip(q_lens, 0, num_rows)", "jnp.minimum(q_lens, num_rows)", METADATA + "::test_wrong_lengths_harm_their_own_request_alone"),
     Mutant("a window's freed pages checked", "mla_attn/metadata/check.py", "(first_page + page_size > hidden", "(first_page + page_size >= hidden", METADATA + "::test_pages_left_of_every_window_may_be_anything"),
     Mutant("prefix chunks overlap", "mla_attn/ops/expanded.py", "begin = jnp.full(batch, i * chunk, jnp.int32)", "begin = jnp.full(batch, i * (chunk - 1), jnp.int32)", STEPS + "::test_extend_by_chunks"),
-    Mutant("a table's beginning forgotten", "mla_attn/ops/expanded.py", "m.kv_lens - m.q_lens - m.kv_offsets, 0", "m.kv_lens - m.q_lens, 0", STEPS + "::test_extend_over_a_table_that_begins_later"),
+    Mutant("a table's beginning forgotten", "mla_attn/ops/expanded.py", "m.kv_lens - m.q_lens - first, 0", "m.kv_lens - m.q_lens, 0", STEPS + "::test_extend_over_a_table_that_begins_later"),
     Mutant("a carry that varies less than its body", BLOCKWISE, "vary_together(state, like=q)", "state", "tests/ops/test_sharding.py::test_mla_attention_over_heads"),
     Mutant("NaN taken for no key", COMBINE, "seen = l != 0", "seen = l > 0", COMBINED),
     Mutant("the environment as it was at the first call", "mla_attn/steps/entry.py", '"implementation": requested(implementation)', '"implementation": implementation', STEPS + "::test_the_environment_is_read_at_every_call"),
@@ -191,7 +194,7 @@ MUTANTS = (
     Mutant("logits without their cap", DECODER, "capped(super().logits(hidden), self.config.logits_soft_cap)", "super().logits(hidden)", DECODED + "[gemma2]"),
     Mutant("gates and ups as halves", "mla_attn/models/decoder_weights.py", "return tensor[..., 0::2], tensor[..., 1::2]", "return tuple(np.split(tensor, 2, axis=-1))", DECODED + "[gpt]"),
     Mutant("experts weighed among all", "mla_attn/models/moe.py", "weights = jax.nn.softmax(logits, axis=-1)", "weights = jnp.exp(logits - jax.nn.logsumexp(self.router.float32(x.astype(jnp.float32)), axis=-1, keepdims=True))", DECODED + "[gpt]"),
-    Mutant("gates clamped below too", "mla_attn/models/moe.py", "gate = jnp.minimum(product(rows, self.gate_proj, self.gate_bias), self.limit)", "gate = jnp.clip(product(rows, self.gate_proj, self.gate_bias), -self.limit, self.limit)", DECODED + "[gpt]"),
+    Mutant("gates clamped below too", "mla_attn/models/moe.py", "gate = jnp.minimum(self._multiply(rows, self.gate_proj, sizes) + bias(self.gate_bias), self.limit)", "gate = jnp.clip(self._multiply(rows, self.gate_proj, sizes) + bias(self.gate_bias), -self.limit, self.limit)", DECODED + "[gpt]"),
     Mutant("YaRN's ramp at whole pairs always", "mla_attn/models/rope.py", "if self.truncate:", "if True:", DECODED + "[gpt]"),
     Mutant("Llama 3's rope by the wrong factor", "mla_attn/models/rope.py", "(turns - self.low_freq_factor)", "(turns - self.high_freq_factor)", DECODED + "[llama3]"),
     Mutant("layers of a group by their place in the model", DECODER, "place = names[:layer].count(name)", "place = layer", "tests/models/test_decoder.py::test_each_layer_has_its_place_in_its_group"),
@@ -219,7 +222,7 @@ MUTANTS = (
     Mutant("fewer tiles of rows than groups may need", "pallas_kernels/tile_list.py", "groups * (tile_rows + aligned - 2)", "groups * (tile_rows - 1)", "tests/pallas_kernels/test_grouped_matmul.py::test_the_list_holds_the_most_tiles_that_sizes_may_need"),
     Mutant("stages past shared memory", "pallas_kernels/triton/grouped_configs.py", "if self.shared > (most :=", "if self.shared > 2 * (most :=", "tests/pallas_kernels/test_triton_grouped.py::test_configs_that_there_are_not"),
     Mutant("a windowed table cut from its own beginning", "mla_attn/xla/paged.py", "phases=pages % (block // pool.page_size) * pool.page_size", "phases=pages * 0", "tests/steps/test_gqa.py::test_a_windowed_pool_is_as_good_as_a_full_one"),
-    Mutant("the offset of a table forgotten", "mla_attn/metadata/layout.py", "positions >= offsets, positions - offsets", "positions >= offsets, positions", "tests/metadata/test_windows.py"),
+    Mutant("the offset of a table forgotten", "mla_attn/metadata/layout.py", "(positions >= offsets), positions - offsets", "(positions >= offsets), positions", "tests/metadata/test_windows.py"),
     Mutant("a page released that a row still sees", "cache/allocator.py", "gone = max(int(num_tokens) // self.page_size - found.first, 0)", "gone = max(-(-int(num_tokens) // self.page_size) - found.first, 0)", "tests/cache/test_windows.py"),
     Mutant("a prefix found without its last page but one", "cache/prefix.py", "np.flatnonzero(run_begins <= seen)", "np.flatnonzero(run_begins <= seen + 1)", "tests/cache/test_windows.py"),
     Mutant("a step of MLA without its sinks", "mla_attn/steps/mla.py", "sinks=sinks,", "sinks=None,", STEPS + "::test_sinks"),
@@ -242,12 +245,28 @@ MUTANTS = (
     Mutant("k_scale for values", "mla_attn/xla/gqa.py", "out *= v_scale if v_scale.ndim == 0 else v_scale", "out *= k_scale if k_scale.ndim == 0 else k_scale", "tests/ops/test_gqa.py::TestXLA::test_float8_cache"),
     Mutant("scale after the cap", BLOCKWISE, "scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)", "scores = scale / rules.scale * rules.soft_cap * jnp.tanh(scores / scale * rules.scale / rules.soft_cap)", XLA + "test_float8_options"),
     Mutant("weights in float8", BLOCKWISE, "p.astype(v.dtype)", "p.astype(jnp.float8_e4m3fn).astype(v.dtype)", XLA + "test_float8_cache"),
-    Mutant("expanded prefix without its scale", "mla_attn/ops/expanded.py", "read_latent(pool, m.page_table, begin, chunk, layer=layer, dtype=q.dtype)", "(y.astype(q.dtype) for y in jnp.split(pool.operands(pool.data[pool.placement.locate_reads(m.page_table, begin, chunk, layer)], jnp.float32), [pool.kv_lora_rank], axis=-1))", "tests/cases/test_float8.py::test_c12_prefix_and_new_tokens"),
+    Mutant("expanded prefix without its scale", "mla_attn/ops/expanded.py", "read_latent(pool, m.page_table, indices, of_rank, layer=layer, dtype=q.dtype)", "(y.astype(q.dtype) for y in jnp.split(pool.operands(pool.data[pool.placement.locate_reads(m.page_table, indices, of_rank, layer)], jnp.float32), [pool.kv_lora_rank], axis=-1))", "tests/cases/test_float8.py::test_c12_prefix_and_new_tokens"),
     Mutant("a draft layer's rows read from the model's pool", "mla_attn/models/deepseek.py", "(DRAFT_LAYER, 0) if own else", "(GROUP, 0) if own else", "tests/models/test_float8_cache.py::test_pools_of_a_draft_layer"),
     Mutant("a draft layer with the first layer's scale", "mla_attn/models/base.py", "for at in (slice(kept), slice(kept, None))", "for at in (slice(kept), slice(kept))", "tests/models/test_float8_cache.py::test_formats_and_scales_of_drafters"),
     Mutant("scales of the last prompt", "mla_attn/models/calibration.py", "np.maximum(before[name], x)", "x", "tests/models/test_calibration.py::test_scales_are_maxima_of_rows"),
     Mutant("calibrated drafts after token 0", "mla_attn/models/calibration.py", "jnp.where(following < 0, likeliest, following)", "jnp.maximum(following, 0)", "tests/models/test_calibration.py::test_scales_are_maxima_of_rows"),
     Mutant("float8 operands without k_scale", "mla_attn/ops/expanded.py", 'zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)', 'zip(("q_scale", "v_scale"), scales[::2], strict=True)', "tests/cases/test_float8.py::test_float8_operands"),
+    Mutant("ranks in the other order", "mla_attn/metadata/layout.py", "held = positions % self.ranks == self.rank", "held = positions % self.ranks == self.ranks - 1 - self.rank", "tests/metadata/test_contexts.py::test_builders[for_extend-3]"),
+    Mutant("every rank writes", "mla_attn/metadata/layout.py", "jnp.where(known & held,", "jnp.where(known,", OVER_RANKS + "test_modes[decode-Auto-vma=True]"),
+    Mutant("ranks forget their stride", METADATA_BUILDERS, "kv_stride=layout.ranks", "kv_stride=1", OVER_RANKS + "test_modes[decode-Auto-vma=True]"),
+    Mutant("ranks forget their first key", "mla_attn/metadata/layout.py", "return first + self.rank if self.ranks > 1 else first", "return first", OVER_RANKS + "test_modes[decode-Auto-vma=True]"),
+    Mutant("ranks merge in base 2", "mla_attn/parallel/context.py", "merge_states(*parts,", "merge_states(parts[0], 1.4427 * parts[1],", OVER_RANKS + "test_modes[decode-Auto-vma=True]"),
+    Mutant("sinks lost over ranks", "mla_attn/parallel/local.py", "sinks=sinks, out_dtype=out_dtype)", "sinks=None, out_dtype=out_dtype)", OVER_RANKS + "test_sinks_count_once[mla]"),
+    Mutant("scales of queries of one rank", "mla_attn/parallel/local.py", 'given["q_scale"] = jax.lax.all_gather(scale, contexts, axis=1, tiled=True)', 'given["q_scale"] = jnp.tile(scale, (1, jax.lax.axis_size(contexts)))', OVER_RANKS + "test_float8_queries[mla]"),
+    Mutant("KV heads of the first rank", "mla_attn/parallel/local.py", "first = jax.lax.axis_index(contexts) * heads", "first = 0 * jax.lax.axis_index(contexts) * heads", OVER_RANKS + "test_gqa_prompts[(1, 1, 4)]"),
+    Mutant("another device's KV head", "mla_attn/parallel/local.py", "* spec.num_kv_heads // devices", "% spec.num_kv_heads", OVER_RANKS + "test_fewer_kv_heads_than_devices[2-(4, 1, 1)]"),
+    Mutant("a prefix rank by rank", "mla_attn/ops/expanded.py", "jax.lax.all_gather(rows, axes, axis=2)", "jax.lax.all_gather(rows, axes, axis=1)", OVER_RANKS + "test_expanded[(1, 2, 4)-extend]"),
+    Mutant("rows do not move between ranks", "cache/placement.py", "jax.lax.psum(readable.astype(jnp.int32), context_axes) > 0 if context_axes else readable", "readable", OVER_RANKS + "test_accepted_branch_moves_between_ranks[nhd]"),
+    Mutant("experts' rows rolled on", "mla_attn/ops/grouped_matmul.py", "jnp.roll(out, before, axis=0)", "jnp.roll(out, -before, axis=0)", "tests/ops/test_grouped_matmul.py::test_some_of_the_groups[1-xla]"),
+    Mutant("every device has the first experts", "mla_attn/models/moe.py", "first_group=self._first(weights)", "first_group=0", PARALLEL_ENGINE + "[v2, experts over explicit axes]"),
+    Mutant("every device adds the experts' biases", "mla_attn/models/moe.py", "jax.lax.axis_index(self.summed) == 0 if self.summed", "True if self.summed", PARALLEL_ENGINE + "[gpt-oss, widths of experts]"),
+    Mutant("parts of products not summed", "mla_attn/models/layers.py", "        if self.summed:\n", "        if self.summed and self.gathered:\n", PARALLEL_ENGINE + "[v2, experts over explicit axes]"),
+    Mutant("tokens of other devices' vocabulary", "mla_attn/models/layers.py", "held = (own >= 0) & (own < table.shape[0])", "held = own < table.shape[0]", PARALLEL_ENGINE + "[v3, contexts and a draft tree]"),
 )
 # fmt: on
 

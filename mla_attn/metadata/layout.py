@@ -99,7 +99,8 @@ class PageLayout:
             held, positions = held & (positions >= offsets), positions - offsets
             held &= (positions >= 0) & (positions // self.ranks < self.page_table.shape[1] * self.page_size)
             positions = jnp.where(held, positions, 0)
-        positions = positions // self.ranks
+        if self.ranks > 1:
+            positions = positions // self.ranks
         pages = self.page_table[requests, positions // self.page_size]
         known = (pages >= 0) & (pages < INT32_MAX // self.page_size)  # an invalid id must not overflow to a valid slot
         return jnp.where(known & held, pages * self.page_size + positions % self.page_size, -1)

@@ -16,7 +16,7 @@ from mla_attn import parallel, steps
 from mla_attn.cache import move_rows
 from mla_attn.dispatch import compiling_for, current_device
 from mla_attn.metadata import for_decode, for_extend, for_target_verify
-from mla_attn.ops import gqa_attention, mla_attention
+from mla_attn.ops import gqa_attention, mla_attention, quantize_queries
 from mla_attn.specs import MLASpec
 from mla_attn.speculative import path_moves
 from mla_attn.support import H200
@@ -173,6 +173,20 @@ def test_float8_cache(spec):
     else:
         options = {"k_scale": jnp.asarray([[0.01, 0.02, 0.03, 0.04]] * 2), "v_scale": jnp.asarray([0.5, 0.02])}
     compare(Ranks(2, 1, 2), spec, "target_verify", pool={"dtype": "float8_e4m3fn", **options}, return_lse=True)
+
+
+@pytest.mark.parametrize("spec", [MLA, GQA], ids=["mla", "gqa"])
+def test_float8_queries(spec):
+    """Their scales, of rows and heads, go with them."""
+    ranks, lens = Ranks(2, 1, 2), jnp.asarray([3, 0, 9, 1], jnp.int32)
+    c = r.cached(ranks, lens.tolist(), spec)
+    rows = (mla_rows if spec is MLA else gqa_rows)(4)
+    q = [(x * jnp.arange(1.0, 9.0)[None, :, None]).astype("bfloat16") for n, x in rows.items() if n.startswith("q")]
+    op, (*q, q_scale) = (mla_attention if spec is MLA else gqa_attention), quantize_queries(*q)
+    options = {"spec": spec, "layer": LAYER, "q_scale": q_scale, "out_dtype": jnp.dtype("float32")}
+    metadata = for_decode(c.table, lens, page_size=PAGE)
+    got = ranks.sharded(op)(*q, c.sharded_pool, ranks.plan(for_decode, c.sharded_table, lens), **options)
+    np.testing.assert_allclose(got, op(*q, c.pool, metadata, **options), **CONTEXTS)
 
 
 def test_ranks_without_keys():
