@@ -18,7 +18,7 @@ from mla_attn.cache.scales import check_scale, make_scale, scale_of_layer
 from mla_attn.checks import check_array, check_dtype, check_integer, check_out_dtype, check_shape, check_type
 from mla_attn.specs import GQASpec
 
-# The arrays of each layout: their order, and their axes in words.
+# For each array of a layout its axes, and what errors call them.
 LAYOUTS = {
     "nhd": ((Axes.TOKENS, "[pages, P, K, D]"), (Axes.TOKENS, "[pages, P, K, V]")),
     "hnd": ((Axes.HEADS_TOKENS, "[pages, K, P, D]"), (Axes.HEADS_TOKENS, "[pages, K, P, V]")),
@@ -232,10 +232,10 @@ class KVPool(PagedPool):
 
     def check_arrays(self) -> None:
         """Does the checks of ``check`` that concern the arrays of pages."""
-        orders = LAYOUTS[_check_layout(self.layout)]
+        layout = LAYOUTS[_check_layout(self.layout)]
         if (self.v is None) != (self.layout == "interleaved"):
             raise ValueError(f"layout={self.layout!r} with {len(self.arrays)} array(s): only 'interleaved' has one")
-        for name, array, (axes, words) in zip(("pool.k", "pool.v"), self.arrays, orders, strict=False):
+        for name, array, (axes, words) in zip(("pool.k", "pool.v"), self.arrays, layout, strict=False):
             check_array(name, array)
             if array.ndim != words.count(",") + 1 or (self.v is None and array.shape[3] != 2):
                 raise ValueError(f"{name} has shape {array.shape}, must be {words}")
@@ -268,7 +268,7 @@ class KVPool(PagedPool):
         group = GROUP_BYTES // array.dtype.itemsize
         if array.shape[-1] != group:
             raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, must be {words} with X = {group}")
-        _check_groups(group, self.page_size, self.head_dim)
+        _check_groups(group, self.page_size, check_integer("head_dim", self.head_dim, 1))
 
     def check_spec(self, spec: GQASpec) -> None:
         """Raises ValueError unless heads and channels are those of ``spec``."""

@@ -214,6 +214,7 @@ def make_shuffled(page_size, dim, dtype):
             lambda p: KVPool.of(KEYS, VALUES, layout="shuffled", head_dim=15),
             "layout='shuffled' with page_size=8, head_dim=15: must be multiples of 4, the elements of 16 bytes",
         ),
+        (lambda p: KVPool.of(KEYS, VALUES, layout="shuffled", head_dim="8"), "head_dim='8' must be an integer"),
         (lambda p: make_shuffled(6, 8, "float32"), "page_size=6, head_dim=8: must be multiples of 4"),
         (lambda p: make_shuffled(8, 12, "bfloat16"), "page_size=8, head_dim=12: must be multiples of 8"),
         (lambda p: make_shuffled(8, 16, "float8_e4m3fn"), "page_size=8, head_dim=16: must be multiples of 16"),
