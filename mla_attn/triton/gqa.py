@@ -1,13 +1,14 @@
 """Adapter to the paged attention kernel for GQA: layouts of keys and values, and scales of KV heads."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
 from mla_attn.dispatch import Device
 from mla_attn.triton import paged
 
-_LAYOUTS = ("nhd", "hnd", "interleaved")
+_LAYOUTS = ("nhd", "hnd", "interleaved", "shuffled")
 _MOST_CHANNELS = 256
 
 
@@ -51,11 +52,12 @@ def gqa_attention(q, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, 
     scales = pool.scales_of(layer)
     k_scale, v_scale = (None, None) if scales is None else (_of_query_heads(x, spec) for x in scales)
     k_part, v_part = _parts(pool)
+    group = pool.k.shape[-1] if pool.layout == "shuffled" else 0
     out, lse = paged.launch_kernel(
         (q,), pool.k, pool.arrays[-1], pool, metadata, layer, tree_mask, sinks,
         paged.score_factors(shape, q_scale, k_scale),
         heads=_heads(spec), launch=launch, window=spec.window, out_dtype=out_dtype if v_scale is None else jnp.float32,
-        scale=spec.scale, soft_cap=spec.soft_cap, k_part=k_part, v_part=v_part,
+        scale=spec.scale, soft_cap=spec.soft_cap, k_part=k_part, v_part=v_part, group=group,
     )  # fmt: skip
     return out if v_scale is None else (out * v_scale[..., None]).astype(out_dtype), lse
 
@@ -71,12 +73,15 @@ def _parts(pool):
 
     def part(array, first=0):
         heads, width = pool.num_kv_heads, array.shape[-1]
+        if pool.layout == "shuffled":
+            token = width if array is pool.k else width * array.shape[3]
+            return Part(page=math.prod(array.shape[1:]), token=token, head=math.prod(array.shape[2:]))
         if pool.layout == "hnd":
             token, head = width, pool.page_size * width
         else:
             head = width * (2 if pool.layout == "interleaved" else 1)
             token = heads * head
-        return Part(page=array[0].size, token=token, head=head, first=first)
+        return Part(page=math.prod(array.shape[1:]), token=token, head=head, first=first)
 
     if pool.layout == "interleaved":
         return part(pool.k), part(pool.k, pool.k.shape[-1])

@@ -35,13 +35,13 @@ def _of_keys(x, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + a @ b``, or with all three transposed ``acc + b @ a``."""
+def _product(q, k, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of queries [rows, n] and keys [keys, n]: [rows, keys], or transposed."""
     if TRANSPOSED:
-        acc = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision=PRECISION)
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     else:
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    return acc
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return scores
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def paged_attention_kernel(
     PAGE_SIZE: tl.constexpr, NUM_PAGES: tl.constexpr, TABLE_WIDTH: tl.constexpr, NUM_LAYERS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
-    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, V_FIRST: tl.constexpr,
+    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     FORMAT: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, KEY_STRIDE: tl.constexpr,
     TREE_KEYS: tl.constexpr, MAX_Q_LEN: tl.constexpr, NUM_TOKENS: tl.constexpr,
@@ -110,6 +110,9 @@ def paged_attention_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row, key_of = tl.arange(0, ROWS), tl.arange(0, KEYS)
     dim, value = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUES_BLOCK)
+    # In the shuffled layout a token's channels lie in groups far apart, those of a value a group of tokens apart.
+    k_channel = dim // GROUP * (PAGE_SIZE * GROUP) + dim % GROUP if GROUP > 0 else dim
+    v_channel = value * GROUP if GROUP > 0 else value
     for item in range(first_item, last_item):
         record = work_ptr + ITEMS_AT + item * ITEM_FIELDS
         request, token, nth, rows = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
@@ -134,15 +137,21 @@ def paged_attention_kernel(
             begin = 0 * row
             low = 0
         high = tl.max(end, 0)
+        # Keys in [all_begin, all_end) are seen by all rows that exist.
+        all_begin, all_end = 0, tl.min(tl.where(live, end, 0x7FFFFFFF), 0)
+        if WINDOW > 0:
+            all_begin = tl.max(tl.where(live, begin, 0), 0)
+        if TREE_KEYS > 0:
+            all_end = tl.minimum(all_end, tl.maximum(position + MAX_Q_LEN - TREE_KEYS, 0) // KEY_STRIDE)
 
         q = tl.load(q_ptr + packed[:, None] * DIM + dim[None, :], mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
         if ROPE > 0:
             rope = tl.arange(0, ROPE_BLOCK)
             of_rope = live[:, None] & (rope < ROPE)[None, :]
             q_rope = tl.load(q_rope_ptr + packed[:, None] * ROPE + rope[None, :], mask=of_rope, other=0.0)
-        scale = SCALE
+        factor = 2 * _LOG2E * SCALE / SOFT_CAP if SOFT_CAP > 0 else _LOG2E * SCALE
         if HAS_FACTORS:
-            scale = _of_rows(SCALE * tl.load(factors_ptr + packed, mask=live, other=0.0), TRANSPOSED)
+            factor = _of_rows(factor * tl.load(factors_ptr + packed, mask=live, other=0.0), TRANSPOSED)
 
         most = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -161,47 +170,47 @@ def paged_attention_kernel(
             read = (key >= low) & (key < high)
             physical = _clip(page, 0, NUM_PAGES - 1).to(tl.int64) * PAGE_STRIDE + layer
             k_row = k_ptr + physical * K_PAGE + head * K_HEAD + place * K_TOKEN
-            k = tl.load(k_row[:, None] + dim[None, :], mask=read[:, None] & (dim < DIM)[None, :], other=0)
+            k = tl.load(k_row[:, None] + k_channel[None, :], mask=read[:, None] & (dim < DIM)[None, :], other=0)
             k = _operand(k, FORMAT, dtype)
             if not SHARED_VALUES:
-                v_row = v_ptr + physical * V_PAGE + head * V_HEAD + place * V_TOKEN + V_FIRST
-                v = tl.load(v_row[:, None] + value[None, :], mask=read[:, None] & (value < VALUES)[None, :], other=0)
+                v_place = place // GROUP * V_TOKEN + place % GROUP if GROUP > 0 else place * V_TOKEN + V_FIRST
+                v_row = v_ptr + physical * V_PAGE + head * V_HEAD + v_place
+                v = tl.load(
+                    v_row[:, None] + v_channel[None, :], mask=read[:, None] & (value < VALUES)[None, :], other=0
+                )
                 v = _operand(v, FORMAT, dtype)
             if ROPE > 0:
                 read_rope = read[:, None] & (rope < ROPE)[None, :]
                 k_rope = tl.load(k_row[:, None] + ROPE_AT + rope[None, :], mask=read_rope, other=0)
                 k_rope = _operand(k_rope, FORMAT, dtype)
             page, place = _locate(table, first + KEYS, key_of, KEYS, PAGE_SIZE, TABLE_WIDTH)
-            if TRANSPOSED:
-                scores = tl.zeros([KEYS, ROWS], tl.float32)
-            else:
-                scores = tl.zeros([ROWS, KEYS], tl.float32)
-            scores = _product(q, tl.trans(k), scores, TRANSPOSED, PRECISION)
+            # Scaled before they are added: a product added to another would be one with two steps for Triton.
+            scores = _product(q, k, TRANSPOSED, PRECISION) * factor
             if ROPE > 0:
-                scores = _product(q_rope, tl.trans(k_rope), scores, TRANSPOSED, PRECISION)
+                scores += _product(q_rope, k_rope, TRANSPOSED, PRECISION) * factor
             if SHARED_VALUES:
                 v = k
             if SOFT_CAP > 0:
-                ratio = scores * (scale / SOFT_CAP)
-                scores = (SOFT_CAP * _LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(ratio * (2 * _LOG2E))))
-            else:
-                scores = scores * (scale * _LOG2E)
-            columns = _of_keys(key, TRANSPOSED)
-            seen = columns < _of_rows(end, TRANSPOSED)
-            if TREE_KEYS > 0:
-                column = columns * KEY_STRIDE - position + (TREE_KEYS - MAX_Q_LEN)
-                inside = seen & (column >= 0) & (column < TREE_KEYS)
-                word = tl.load(
-                    tree_ptr + (column // 32) * NUM_TOKENS + _of_rows(token, TRANSPOSED), mask=inside, other=0
-                )
-                bit = ((word >> (column % 32)) & 1) != 0
-                before = column < 0
-                if WINDOW > 0:
-                    before = before & (columns >= _of_rows(begin, TRANSPOSED))
-                seen = seen & (before | (inside & bit))
-            elif WINDOW > 0:
-                seen = seen & (columns >= _of_rows(begin, TRANSPOSED))
-            scores = tl.where(seen, scores, float("-inf"))
+                scores = (SOFT_CAP * _LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
+            # Besides being faster, the branch hides from Triton that one product follows the other: it would have all
+            # warps share the rows of the scores, and those that rows do not suffice for compute the same.
+            if (first < all_begin) | (first + KEYS > all_end):
+                columns = _of_keys(key, TRANSPOSED)
+                seen = columns < _of_rows(end, TRANSPOSED)
+                if TREE_KEYS > 0:
+                    column = columns * KEY_STRIDE - position + (TREE_KEYS - MAX_Q_LEN)
+                    inside = seen & (column >= 0) & (column < TREE_KEYS)
+                    word = tl.load(
+                        tree_ptr + (column // 32) * NUM_TOKENS + _of_rows(token, TRANSPOSED), mask=inside, other=0
+                    )
+                    bit = ((word >> (column % 32)) & 1) != 0
+                    before = column < 0
+                    if WINDOW > 0:
+                        before = before & (columns >= _of_rows(begin, TRANSPOSED))
+                    seen = seen & (before | (inside & bit))
+                elif WINDOW > 0:
+                    seen = seen & (columns >= _of_rows(begin, TRANSPOSED))
+                scores = tl.where(seen, scores, float("-inf"))
             largest = tl.maximum(most, tl.max(scores, 0 if TRANSPOSED else 1))
             shift = tl.where(largest == float("-inf"), 0.0, largest)
             weights = tl.exp2(scores - _of_rows(shift, TRANSPOSED))
@@ -241,7 +250,7 @@ class Part:
 
     Attributes:
         page: from a physical page to the next.
-        token: from a token to the next.
+        token: from a token to the next; of shuffled values from a group of tokens to the next.
         head: from a KV head to the next.
         first: of a token's first element.
     """
@@ -264,6 +273,7 @@ class Call:
         values: channels of a value.
         k_part: where keys lie.
         v_part: where values lie; None if they are the first channels of the keys.
+        group: elements that lie together in the shuffled layout; 0 for the others.
         head_sets: sets of query heads that read the same KV head.
         format: name of the row format.
         page_size, num_pages, num_layers, page_stride, layer_stride: as in ``Placement``.
@@ -282,6 +292,7 @@ class Call:
     values: int
     k_part: Part
     v_part: Part | None
+    group: int = 0
     head_sets: int
     format: str
     page_size: int
@@ -352,14 +363,12 @@ def paged_attention(
     )
     if plan.num_combined == 0:
         return out, lse
-    merge_rows = 1 if plan.num_combined * plan.lanes * plan.tile_rows <= 16 * plan.blocks else min(8, plan.tile_rows)
-    grid = (plan.num_combined, plan.lanes, -(-plan.tile_rows // merge_rows))
-    constants = {**shared, "ROWS": 1 << (merge_rows - 1).bit_length(), "STAGES": 4 if config.stages > 2 else 1}
-    constants |= {"COMBINED_AT": plan.combined_at, "COMBINED_FIELDS": len(COMBINED)}
+    grid = (plan.num_combined, plan.lanes * plan.tile_rows)
+    constants = {**shared, "SPLITS": 16, "COMBINED_AT": plan.combined_at, "COMBINED_FIELDS": len(COMBINED)}
     arrays = [work, *partial, absent if sinks is None else sinks]
     out, lse = triton_update(
         (merge_splits, merge_splits_aliased), arrays, (out, lse), name="triton_merge_splits", grid=grid,
-        **{**launch, "warps": 4}, constants=constants,
+        warps=4 if values > 128 else 1, stages=1, target=config.target, constants=constants,
     )  # fmt: skip
     return out, lse
 
@@ -381,6 +390,7 @@ def _constants(call: Call, plan: EvenPlan, config: PagedConfig) -> dict:
         "PAGE_STRIDE": call.page_stride, "LAYER_STRIDE": call.layer_stride,
         "K_PAGE": call.k_part.page, "K_TOKEN": call.k_part.token, "K_HEAD": call.k_part.head,
         "V_PAGE": v.page, "V_TOKEN": v.token, "V_HEAD": v.head, "V_FIRST": v.first,
+        "GROUP": call.group,
         "FORMAT": call.format, "PRECISION": "ieee", "SCALE": call.scale, "SOFT_CAP": call.soft_cap or 0.0,
         "CAUSAL": call.causal, "WINDOW": call.window or 0, "KEY_STRIDE": call.kv_stride,
         "TREE_KEYS": call.tree_keys, "MAX_Q_LEN": call.max_q_len,

@@ -63,14 +63,91 @@ class PagedFacts:
     float8: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Sizes for calls up to some size; the first rule of an architecture that a call fits is its own.
+
+    Attributes:
+        rows: most rows of a row tile, with padding.
+        channels: most channels that a step reads of a token: of its key, and of its value if that is not in the key.
+        shared_values, wide, float8: as in ``PagedFacts``; None for either.
+        sizes: fields of ``PagedConfig``.
+    """
+
+    rows: int
+    channels: int
+    shared_values: bool | None = None
+    wide: bool = False
+    float8: bool | None = None
+    sizes: dict[str, int]
+
+    def fits(self, facts: PagedFacts) -> bool:
+        """Whether a call is of this rule's kind and small enough."""
+        return (
+            padded_rows(facts.rows) <= self.rows
+            and channels(facts) <= self.channels
+            and self.shared_values in (None, facts.shared_values)
+            and self.wide == facts.wide
+            and self.float8 in (None, facts.float8)
+        )
+
+
+def _sizes(keys: int, warps: int, stages: int, resident: int = 1) -> dict[str, int]:
+    return {"keys": keys, "warps": warps, "stages": stages, "resident": resident}
+
+
+# Products of float32 are made of single multiplications, whose operands are in registers.
+_WIDE = (Rule(rows=16, channels=576, wide=True, sizes=_sizes(16, 4, 1)),)
+_HOPPER = (
+    Rule(rows=32, channels=576, shared_values=True, sizes=_sizes(32, 4, 3, 2)),
+    Rule(rows=64, channels=320, shared_values=True, sizes=_sizes(64, 8, 3)),
+    Rule(rows=64, channels=576, shared_values=True, sizes=_sizes(64, 8, 2)),
+    Rule(rows=32, channels=128, sizes=_sizes(64, 4, 3, 4)),
+    Rule(rows=32, channels=256, sizes=_sizes(64, 4, 4, 2)),
+    Rule(rows=64, channels=256, sizes=_sizes(64, 4, 3, 2)),
+    Rule(rows=64, channels=512, sizes=_sizes(64, 8, 2)),
+)
+_AMPERE = (
+    Rule(rows=64, channels=256, sizes=_sizes(64, 4, 3, 2)),
+    Rule(rows=16, channels=576, sizes=_sizes(32, 4, 3)),
+    Rule(rows=32, channels=576, shared_values=True, float8=True, sizes=_sizes(16, 8, 3)),
+    Rule(rows=32, channels=576, shared_values=True, sizes=_sizes(32, 8, 3)),
+    Rule(rows=64, channels=512, sizes=_sizes(32, 4, 3)),
+)
+_ADA = (
+    Rule(rows=64, channels=256, sizes=_sizes(64, 4, 3)),
+    Rule(rows=16, channels=576, sizes=_sizes(32, 4, 3)),
+    Rule(rows=32, channels=576, shared_values=True, sizes=_sizes(16, 8, 3)),
+    Rule(rows=64, channels=512, sizes=_sizes(16, 4, 3)),
+)
+_CDNA = (
+    Rule(rows=64, channels=256, sizes=_sizes(32, 4, 2, 2)),
+    Rule(rows=64, channels=576, sizes=_sizes(16, 4, 2)),
+)
+RULES: dict[str, tuple[Rule, ...]] = {
+    "sm_80": _AMPERE + _WIDE,
+    "sm_86": _ADA + _WIDE,
+    "sm_89": _ADA + _WIDE,
+    "sm_90": _HOPPER + _WIDE,
+    "gfx90a": _CDNA + _WIDE,
+    "gfx942": _CDNA + _WIDE,
+    "gfx950": _CDNA + _WIDE,
+}
+
+
 def padded_rows(rows: int) -> int:
     """The rows of a row tile with those of padding: a power of 2, at least 16."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
+def channels(facts: PagedFacts) -> int:
+    """The channels that a step reads of a token."""
+    return facts.dim + (0 if facts.shared_values else facts.values)
+
+
 def most_rows(target: str, *, heads: int, dim: int, wide: bool) -> int:
     """The most rows of a row tile: what a product takes, as far as registers hold the results."""
-    if wide or LIMITS[target].shared < 64 << 10:
+    if wide:
         return 16
     if target == "sm_90" or dim <= 256:
         return 64
@@ -79,15 +156,5 @@ def most_rows(target: str, *, heads: int, dim: int, wide: bool) -> int:
 
 def paged_config(facts: PagedFacts) -> PagedConfig:
     """The config for a call."""
-    rows, wide_keys = padded_rows(facts.rows), facts.dim > 256
-    if facts.wide:
-        return PagedConfig(target=facts.target, rows=rows, keys=16, warps=4, stages=1)
-    if LIMITS[facts.target].lanes == 64:
-        return PagedConfig(target=facts.target, rows=rows, keys=32 if wide_keys else 64, warps=4, stages=2, resident=1)
-    if facts.target == "sm_90":
-        if facts.shared_values:
-            if rows == 64:
-                return PagedConfig(target=facts.target, rows=rows, warps=8, stages=3)
-            return PagedConfig(target=facts.target, rows=rows, transposed=not facts.float8, warps=4, stages=3)
-        return PagedConfig(target=facts.target, rows=rows, warps=4, stages=4, resident=2)
-    return PagedConfig(target=facts.target, rows=rows, keys=32 if wide_keys else 64, warps=4, stages=3, resident=1)
+    rule = next(rule for rule in RULES[facts.target] if rule.fits(facts))
+    return PagedConfig(target=facts.target, rows=padded_rows(facts.rows), **rule.sizes)

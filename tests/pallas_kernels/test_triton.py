@@ -79,6 +79,6 @@ class TestMLAInterpreted(Interpreted, MLA):
 class TestGQAInterpreted(Interpreted, GQA):
     sizes: ClassVar[dict] = {**GQA.sizes, "heads": 6}
 
-    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved"])
+    @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved", "shuffled"])
     def test_layouts(self, pool_layout):
-        self.check(self.few(8, pool_layout=pool_layout))
+        self.check(self.few(8, pool_layout=pool_layout, head_dim=64, v_head_dim=64))
