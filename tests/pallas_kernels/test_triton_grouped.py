@@ -1,12 +1,16 @@
 """The grouped matrix product in Triton without a GPU: interpreted, and compiled for every architecture."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import triton_host
-from mla_attn.dispatch import Device
+from mla_attn.dispatch import Device, compiling_for
+from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.pallas_kernels.triton.grouped_configs import GroupedConfig, grouped_config, tile_rows
 from mla_attn.pallas_kernels.triton.limits import LIMITS
+from mla_attn.support import A100, H200
+from mla_attn.triton import gpus
 from ops.grouped_base import GroupedTests
 
 
@@ -45,6 +49,19 @@ def test_machine_code(target, dtype):
         assert taken.shared <= config.shared <= limits.shared
         assert taken.registers <= limits.registers and taken.spills == 0, (config, depth, width)
         assert "tf32" not in taken.assembly and "xf32" not in taken.assembly
+
+
+@pytest.mark.parametrize("device", [A100, H200], ids=lambda device: device.compute_capability)
+@pytest.mark.parametrize("dtype, shape", [("bfloat16", (384, 64, 2048, 1408)), ("float32", (40, 8, 40, 33))])
+def test_lowered(device, dtype, shape):
+    """Through jax-triton, one kernel: where a GPU plugin is installed, which needs no GPU for it."""
+    if (reason := gpus.missing()) is not None:
+        pytest.skip(reason)
+    (num_rows, groups, depth, width), struct = shape, jax.ShapeDtypeStruct
+    arrays = struct((num_rows, depth), dtype), struct((groups, depth, width), dtype), struct((groups,), "int32")
+    with compiling_for(device):
+        traced = jax.jit(lambda *a: grouped_matmul(*a, implementation="triton")).trace(*arrays)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@triton_kernel_call") == 1
 
 
 @pytest.mark.parametrize(
