@@ -6,6 +6,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from source_tree import ROOT
+
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 
 
@@ -38,7 +40,9 @@ def compiled(kernel, target: str, dtypes, *, constants, warps: int, stages: int)
     )
     nvidia = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32) if nvidia else GPUTarget("hip", target, 64)
-    program = triton.compile(source, target=gpu, options={"num_warps": warps, "num_stages": stages})
+    with triton.knobs.cache.scope():  # kept beside XLA's programs, until `make clean`
+        triton.knobs.cache.dir = str(ROOT / ".pytest_cache" / "triton")
+        program = triton.compile(source, target=gpu, options={"num_warps": warps, "num_stages": stages})
     if not nvidia:
         text = program.asm["amdgcn"]
         count, *spills = (int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in _COUNTS)
