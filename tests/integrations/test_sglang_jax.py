@@ -1,5 +1,6 @@
 """The adapter to sglang-jax, with a stand-in of the engine's few functions that it replaces, and with the engine."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from integrations import ragged
+from mla_attn.dispatch import Device, compiling_for
 from mla_attn.integrations import sglang_jax
 from mla_attn.integrations.sglang_metadata import step_metadata
 from mla_attn.metadata import AttentionMetadata
@@ -79,7 +81,11 @@ class Backend:
             jax.device_put(x, jax.NamedSharding(self.mesh, spec))
             for x, spec in zip((*rows, cache), (*specs, cache_spec), strict=True)
         ]
-        return jax.jit(call)(*placed, *lists)
+        return self.run(jax.jit(call), *placed, *lists)
+
+    @staticmethod
+    def run(program, *arguments):
+        return program(*arguments)
 
 
 class ModelRunner:
@@ -225,6 +231,43 @@ def test_a_step(engine, kind, sizes, shape):
     for rank, one, pages in zip(ranks, *results, strict=True):
         ragged.check(one, *rank.expected(scale=SCALE), jnp.float32)
         ragged.check_cache(pages, rank)
+
+
+def refused(*args, **kwargs):
+    raise AssertionError("a layer makes a work list of its own")
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+def test_kernels_share_a_work_list(engine, kind, monkeypatch):
+    """That of the step's metadata; traced for a GPU, as there is none."""
+    sglang_jax.install()
+    mesh, dims = mesh_of(1, 1), {"num_heads": 16, "page_size": 16}
+    kernels = importlib.import_module(f"mla_attn.mosaic_gpu.{kind}")
+    if kind == "mla":
+        dims |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        backend = engine.mla_backend.MLAAttentionBackend(mesh, engine.mla_backend, **dims)
+        rows, cache = [(6, 16, 512), (6, 16, 64), (6, 512), (6, 64)], (8, 8, 2, 640)
+    else:
+        backend = engine.flashattention_backend.FlashAttention(mesh, engine.flashattention_backend, **dims, head_dim=64)
+        rows, cache = [(6, 16, 64), (6, 4, 64), (6, 4, 64)], (8, 16, 4, 2, 128)
+    rows, cache = [jnp.zeros(shape, jnp.bfloat16) for shape in rows], jnp.zeros(cache, jnp.bfloat16)
+    runner = engine.model_runner.ModelRunner(backend, cache)
+    runner.dtype = jnp.bfloat16
+    runner._get_attention_backend()
+    lists = {"seq_lens": [20, 5], "page_indices": [3, 1, 2, 0], "cu_q_lens": [0, 1, 5], "cu_kv_lens": [0, 32, 48]}
+    over = jax.NamedSharding(mesh, P("data"))
+    lists = {
+        name: jax.device_put(np.array(x, np.int32), over) for name, x in {**lists, "distribution": [0, 0, 2]}.items()
+    }
+    batch = types.SimpleNamespace(lists=lists, dp_size=1, input_ids=np.zeros(6), spec_algorithm=None)
+    with compiling_for(Device("gpu", "9.0", 132)):
+        metadata = backend.get_forward_metadata(batch)
+        assert metadata.page_indices.work.size > 0
+        monkeypatch.setattr(kernels, {"mla": "work_list", "gqa": "even_list"}[kind], refused)
+        backend.run = jax.eval_shape
+        with jax.set_mesh(mesh):
+            out, _ = backend(metadata, cache, *rows, sm_scale=SCALE)
+    assert out.shape == rows[0].shape
 
 
 def test_drafts_keep_the_lists(engine):
