@@ -18,7 +18,7 @@ _DIMS = (64, 128, 256)
 _COPIED_BYTES = 16  # copies begin at multiples of it
 _WIDE_BYTES = 512  # of a key and its value together, above which two KV heads leave no room for stages
 _FEW_ROWS = 32  # of a row tile, up to which products are transposed
-_FOUR_HEADS_ROWS = 16  # of a row tile, up to which four KV heads leave enough registers
+_FEW_FLOAT8_ROWS = 16  # of a row tile, up to which four KV heads leave enough registers, or two of 256 channels
 _WIDE_FLOAT8_ROWS = 32  # of a row tile, if channels are 256: operands take registers too
 
 
@@ -96,13 +96,17 @@ def divide(spec, row_format, *, max_q_len: int, batch_invariant: bool) -> Divisi
     tile_tokens = min(max_q_len, most // heads)
     rows, kv_heads = tile_tokens * heads, spec.num_kv_heads * parts
     kernel = choose_kernel(rows, float8=float8, batch_invariant=batch_invariant)
-    few = rows <= _FOUR_HEADS_ROWS and widest <= 128
-    if float8 and few and kv_heads % 4 == 0:  # what makes numbers of bytes takes long, and hides what others wait for
+    few = rows <= _FEW_FLOAT8_ROWS
+    narrow = few and widest <= 128
+    if (
+        float8 and narrow and kv_heads % 4 == 0
+    ):  # what makes numbers of bytes takes long, and hides what others wait for
         block_heads = 4
     else:
         wide = (spec.head_dim + spec.v_head_dim) * row_format.storage_dtype.itemsize > _WIDE_BYTES
+        wide |= float8 and widest > 128 and not few
         block_heads = 1 if wide or kv_heads % 2 else 2
-    sharing = 2 if float8 and few and block_heads == 1 else 1
+    sharing = 2 if float8 and narrow and block_heads == 1 else 1
     return Division(kernel, parts, heads, tile_tokens, block_heads, sharing)
 
 

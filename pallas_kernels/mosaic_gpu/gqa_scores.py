@@ -87,14 +87,14 @@ class Scores(Block):
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (self.block_rows,), 0), self.row_layout)
         token = lax.min(self.item["token"] + lax.div(row, plan.heads), plan.num_tokens - 1)
         c = at - (self.item["position"] - (call.tree_keys - call.max_q_len))
-        seen = c < 0
-        if plan.tree and plan.window is not None:
-            seen &= at > self.spread(take(self.positions, token, jnp.int32, self.row_layout), at.shape) - plan.window
+        number, word = lax.shift_right_arithmetic(c, 5), None  # of 32 columns; there are no keys after the last column
         for n in range(self.tree.shape[0]):
-            words = take(self.tree.at[n], token, jnp.int32, self.row_layout)
-            bit = lax.shift_right_logical(self.spread(words, at.shape), c & 31) & 1
-            seen |= (lax.shift_right_arithmetic(c, 5) == n) & (bit == 1)
-        return seen
+            words = self.spread(take(self.tree.at[n], token, jnp.int32, self.row_layout), at.shape)
+            word = words if word is None else jnp.where(number == n, words, word)
+        before = c < 0
+        if plan.tree and plan.window is not None:
+            before &= at > self.spread(take(self.positions, token, jnp.int32, self.row_layout), at.shape) - plan.window
+        return before | ((c >= 0) & (lax.shift_right_logical(word, c & 31) & 1 == 1))
 
     def finish(self, warpgroup, o, m, sums, value_scale=1.0) -> None:
         """Writes the result or the partial result; values are to be multiplied by ``value_scale``."""

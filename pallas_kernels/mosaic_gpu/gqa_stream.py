@@ -80,8 +80,8 @@ class _Body(Scores):
     @property
     def prepares_values(self) -> bool:
         """Whether values are read while scores are computed: where registers are left, and warps too few to do both."""
-        alone = self.heads < 4 and self.call.sharing == 1
-        return alone and max(self.call.head_dim, self.call.v_head_dim) <= 128
+        few = self.block_rows <= 32 and max(self.call.head_dim, self.call.v_head_dim) <= 128
+        return few and self.heads < 4 and self.call.sharing == 1
 
     def scratch(self, stages: int, slots: int | None = None) -> dict:
         shape = (self.heads, self.parts * self.block_rows, TILE)

@@ -11,6 +11,7 @@ import pytest
 import float8
 import helpers
 from mla_attn.dispatch import compiling_for, current_device
+from mla_attn.mosaic_gpu import gqa as gqa_adapter
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.ops import plan_gqa, plan_mla
 from ops.base import MLATests
@@ -140,13 +141,16 @@ class TestGQA(GQATests):
     implementation = "mosaic_gpu"
     kernel = True
     sizes: ClassVar[dict] = {**GQATests.sizes, "head_dim": 128, "v_head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
-    dtypes, cache_dtypes, float8_queries = ("bfloat16", "float16"), (), False
+    dtypes, float8_queries = ("bfloat16", "float16"), False
+    cache_dtypes = ("float8_e4m3fn", "float8_e5m2")
     layouts = ("nhd", "hnd", "interleaved")
+    choose_kernel = staticmethod(gqa_adapter.choose_kernel)
 
     @pytest.fixture(autouse=True)
-    def hopper(self):
+    def hopper(self, monkeypatch):
         if jax.devices()[0].compute_capability != "9.0":
             pytest.skip("needs compute capability 9.0")
+        monkeypatch.setattr(gqa_adapter, "choose_kernel", self.choose_kernel)
 
     def make_batch(self, seed, **sizes):
         dims = {name: sizes[name] for name in ("head_dim", "v_head_dim")}

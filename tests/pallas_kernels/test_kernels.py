@@ -66,7 +66,6 @@ SPILLS = {
     "decode, 24 heads": 32,
     "pages of 1, 128 heads": 24,
     "rows of 640, 128 heads, pages of 1": 24,
-    "GQA: prompt parts, tree": 256,
 }
 
 
