@@ -41,7 +41,11 @@ class Scores(Block):
         if not self.has_sinks:
             return m, plgpu.layout_cast(jnp.zeros((self.block_rows,), jnp.float32), self.row_layout)
         heads = self.plan.heads
-        at = (self.set_head + warpgroup) * heads + lax.rem(row, heads)
+        at = (self.set_head + warpgroup) * heads
+        if heads > 1:
+            at += lax.rem(row, heads)
+        else:  # the remainder would be folded, and with it the layout
+            at = plgpu.layout_cast(lax.broadcast(at, row.shape), self.row_layout)
         sink = take(self.sinks, at, jnp.float32, self.row_layout)
         sink = jnp.minimum(sink * _LOG2E, _MOST_SINK) + jnp.where(self.item["begins"] > 0, 0.0, -jnp.inf)
         m = jnp.maximum(m, sink)

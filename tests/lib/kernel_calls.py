@@ -130,6 +130,7 @@ GQA_CALLS |= {
         "tree": 70,
     },
     "GQA: float8, one head": {"cache": "float8_e4m3fn", "heads": 8, "kv_heads": 1, "pool_layout": "hnd"},
+    "GQA: 8 heads over 8, sinks": {"heads": 8, "sinks": True},
     "GQA: 142 heads over 2, tree, window": {"heads": 142, "kv_heads": 2, "max_q_len": 3, "tree": 5, "window": 70},
 }
 

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import helpers
 from kernel_calls import make_gqa
 from mla_attn import dispatch
 from mla_attn.cache import KVPool
+from mla_attn.cache.formats import FORMATS
 from mla_attn.dispatch import compiling_for
 from mla_attn.mosaic_gpu import gqa as mosaic_gpu
 from mla_attn.ops.gqa import GQACall
@@ -83,7 +85,7 @@ def test_lengths_replaced_are_planned_again(lists):
         (32, 8, {"cache": "float8_e5m2", "max_q_len": 5}, ("gqa_stream", 1, 2, 4, 33)),
         (8, 2, {"cache": "float8_e5m2"}, ("gqa_stream", 1, 2, 1, 132)),
         (8, 1, {"cache": "float8_e4m3fn"}, ("gqa_stream", 1, 1, 1, 264)),
-        (64, 1, {"cache": "float8_e4m3fn", "head_dim": 256}, ("gqa_stream", 2, 2, 1, 132)),
+        (64, 1, {"cache": "float8_e4m3fn", "head_dim": 256}, ("gqa_stream", 2, 1, 2, 66)),
     ],
 )
 def test_divisions(heads, kv_heads, sizes, want):
@@ -125,3 +127,23 @@ def test_which_rows_the_kernel_can_copy(width, refusal):
     pool = jax.eval_shape(lambda a: KVPool.of(a, a, layout="nhd", head_dim=64, v_head_dim=64), array)
     spec = GQASpec(num_heads=32, num_kv_heads=8, head_dim=64, scale=0.1)
     assert mosaic_gpu.supports(GQACall.of(pool, spec), H200) == refusal
+
+
+def test_heads_of_nobody():
+    """71 query heads of a KV head become two sets of 36, of which the last one is nobody's."""
+    spec = batch_spec(142, 2, {})
+    division = mosaic_gpu.divide(spec, FORMATS["bfloat16"], max_q_len=1, batch_invariant=False)
+    rows = jnp.arange(2 * 142, dtype=jnp.float32).reshape(2, 142)
+    padded = mosaic_gpu._padded(rows, division, spec)
+    assert padded.shape == (2, 2 * 2 * 36)
+    assert padded[0, [0, 70, 71, 72, 142, 143]].tolist() == [0, 70, 0, 71, 141, 0]
+    assert (mosaic_gpu._unpadded(padded, division, spec) == rows).all()
+
+
+def test_where_windows_of_trees_begin():
+    """At the least position of the request's own rows, counted from the table's first key."""
+    batch = helpers.kv_batch(0, kv_lens=[40, 50, 9], q_lens=[3, 2, 0], max_q_len=4, kv_offsets=[16, 0, 0], window=8)
+    m = dataclasses.replace(
+        batch.metadata, positions=jnp.asarray([37, 38, 38, 1] + [49, 48, 2, 3] + [4] * 4, jnp.int32)
+    )
+    assert mosaic_gpu._window_starts(m, 8)[:2].tolist() == [37 - 7 - 16, 48 - 7]
