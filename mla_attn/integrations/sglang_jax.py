@@ -32,7 +32,7 @@ import jax.core
 import jax.numpy as jnp
 
 from mla_attn.integrations.ragged_paged import ragged_paged_gqa, ragged_paged_mla
-from mla_attn.integrations.sglang_metadata import step_metadata
+from mla_attn.integrations.sglang_metadata import step_metadata, tree_mask
 from mla_attn.metadata import AttentionMetadata
 from mla_attn.ops.grouped_matmul import grouped_matmul
 
@@ -71,8 +71,8 @@ def _find(name: str) -> tuple[Any, str, Any]:
         function = getattr(owner, attribute)
         has = inspect.signature(function).parameters
     except (AttributeError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in ("sgl_jax", "sgl_jax.srt"):
-            raise
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("sgl_jax.srt."):
+            raise  # the engine, or something that it needs, is not installed
         raise _moved(f"sgl_jax.srt.{name}") from error
     missing = [argument for argument in _REPLACEMENTS[name][1] if argument not in has]
     if missing and not getattr(function, "mla_attn", False):
@@ -104,21 +104,24 @@ def _gqa(original: Callable[..., Any]) -> Callable[..., Any]:
     def gqa(
         queries, keys, values, kv_cache_fused, kv_lens, page_indices, cu_q_lens, cu_kv_lens, distribution, custom_mask,
         attention_sink=None, *, causal=1, sm_scale=1.0, sliding_window=None, soft_cap=None, q_scale=None, k_scale=None,
-        v_scale=None, xai_temperature_len=None, **hints,
+        v_scale=None, xai_temperature_len=None, mask_aligned_to_cu_kv=False, **hints,
     ):  # fmt: skip
-        if custom_mask is not None:
-            raise NotImplementedError("trees of drafts (custom_mask): only chains, --speculative-eagle-topk 1")
         if xai_temperature_len is not None:
             raise NotImplementedError(f"xai_temperature_len={xai_temperature_len}: must be None")
         if not causal and isinstance(page_indices, AttentionMetadata):
-            raise NotImplementedError(f"causal={causal}: must be 1")
+            raise NotImplementedError(f"causal={causal} in a step without drafts: must be 1")
+        if custom_mask is not None and sliding_window is not None:
+            raise NotImplementedError(f"a tree of drafts with a window of {sliding_window}: only chains")
         rows, lists = (queries, keys, values), (kv_lens, page_indices, cu_q_lens, distribution)
         rules: dict[str, Any] = {"window": sliding_window, "soft_cap": soft_cap, "sinks": attention_sink}
-        rules |= {
-            "scale": _static(sm_scale, queries.shape[2] ** -0.5),
-            "causal": bool(causal),
-            "cu_kv_lens": cu_kv_lens,
-        }
+        rules |= {"scale": _static(sm_scale, queries.shape[2] ** -0.5), "cu_kv_lens": cu_kv_lens}
+        if custom_mask is None:
+            rules["causal"] = bool(causal)
+        else:  # every request has as many drafts
+            most = queries.shape[0] // kv_lens.shape[0]
+            widths = cu_kv_lens[1:] - cu_kv_lens[:-1] if mask_aligned_to_cu_kv else kv_lens
+            mask = tree_mask(custom_mask, kv_lens, cu_q_lens, widths, num_tokens=most)
+            rules |= {"tree_mask": mask, "max_q_len": most}
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return ragged_paged_gqa(*rows, kv_cache_fused, *lists, **rules, **scales)
 

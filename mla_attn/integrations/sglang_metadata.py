@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 from mla_attn.integrations.ragged_layout import kv_pool, latent_pool
 from mla_attn.integrations.ragged_metadata import ragged_metadata
@@ -38,6 +39,34 @@ def step_metadata(backend: Any, runner: Any, batch: Any, lists: Any, pages: Any)
     plan = plan(backend, cache.shape[1:], jnp.dtype(cache.dtype), mesh.shape["tensor"], jnp.dtype(runner.dtype))
     lists = (lists.seq_lens, pages, lists.cu_q_lens, lists.distribution, lists.cu_kv_lens)
     return _program(mesh, plan, sizes)(*lists)
+
+
+def tree_mask(
+    custom_mask: Int[Array, "n"],
+    kv_lens: Int[Array, "B"],
+    cu_q_lens: Int[Array, "ends"],
+    widths: Int[Array, "B"],
+    *,
+    num_tokens: int,
+) -> Bool[Array, "B S S"]:
+    """The engine's mask for drafts as a ``tree_mask=``: the bits of the keys of the call's own rows.
+
+    Args:
+        custom_mask: for one request after the other, a row of ``widths[b]`` numbers for each of its rows, 0 for a key
+            that it does not see. Keys before the call's rows must be visible.
+        kv_lens: tokens of each request, the drafts included.
+        cu_q_lens: first row of each request, and the end of the last.
+        widths: numbers of a row, at least ``kv_lens``.
+        num_tokens: most rows of a request, S.
+    """
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    starts = jnp.cumsum(widths * q_lens) - widths * q_lens
+    row = jnp.arange(num_tokens, dtype=jnp.int32)
+    columns = (kv_lens - q_lens)[:, None, None] + row[None, None, :]
+    index = starts[:, None, None] + row[None, :, None] * widths[:, None, None] + columns
+    bits = jnp.take(custom_mask, index, mode="fill", fill_value=0) != 0
+    inside = row[None] < q_lens[:, None]
+    return bits & inside[:, :, None] & inside[:, None, :]
 
 
 # Plans are partial functions of hashable arguments, by which programs are found; equal arguments give the same object.

@@ -34,7 +34,7 @@ def mla_ragged_paged_attention(
 def ragged_paged_attention(
     queries, keys, values, kv_cache_fused, kv_lens, page_indices, cu_q_lens, cu_kv_lens, distribution, custom_mask,
     attention_sink=None, *, causal=1, sm_scale=1.0, sliding_window=None, soft_cap=None, q_scale=None, k_scale=None,
-    v_scale=None, xai_temperature_len=None, softmax_dtype=None, m_block_sizes=None,
+    v_scale=None, xai_temperature_len=None, softmax_dtype=None, m_block_sizes=None, mask_aligned_to_cu_kv=False,
 ):  # fmt: skip
     raise AssertionError("a kernel for TPUs")
 
@@ -286,13 +286,43 @@ def test_drafts_keep_the_lists(engine):
     ragged.check(out, *rank.expected(scale=SCALE, window=7), jnp.float32)
     call = engine.flashattention_backend.ragged_paged_attention_v3
     arguments = (*rows, cache, *[None] * 5)
-    with pytest.raises(NotImplementedError, match="trees of drafts"):
-        call(*arguments, np.zeros(3))
+    with pytest.raises(NotImplementedError, match="a tree of drafts with a window of 7"):
+        call(*arguments, np.zeros(3), sliding_window=7)
     with pytest.raises(NotImplementedError, match="xai_temperature_len=3"):
         call(*arguments, None, xai_temperature_len=3)
     planned = step_metadata(backend, runner, batch, metadata, metadata.page_indices)
-    with pytest.raises(NotImplementedError, match="causal=0"):
+    with pytest.raises(NotImplementedError, match="causal=0 in a step without drafts"):
         call(*rows, cache, None, planned, None, None, None, None, causal=0)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_trees_of_drafts(engine, aligned):
+    """Each request has as many drafts; its mask has a row of all its keys, or of those of its pages, for each."""
+    sglang_jax.install()
+    parents, sizes = [None, 0, 0, 1], {"page_size": 4, "pack": 1, "dtype": jnp.float32, "packed": True}
+    batch = ragged.make("gqa", [(9, 4), (6, 4), (0, 4), (13, 4)], **sizes, extra_rows=0)
+    ancestors = np.eye(4, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent is not None:
+            ancestors[node] |= ancestors[parent]
+    kv_lens, lists = batch.arrays["kv_lens"], batch.arrays
+    widths = np.diff(lists["cu_kv_lens"]) if aligned else kv_lens
+    rows = [np.zeros((4, width), np.int32) for width in widths]
+    for row, length in zip(rows, kv_lens, strict=True):
+        row[:, : max(length - 4, 0)] = 1
+        row[:, length - 4 : length] = ancestors if length else 0
+    mask = np.concatenate([row.reshape(-1) for row in rows] + [np.ones(5, np.int32)])
+    arrays = lists["kv_lens"], lists["pages"], lists["cu_q_lens"], lists["cu_kv_lens"], lists["distribution"], mask
+    function = engine.flashattention_backend.ragged_paged_attention_v3
+    arrays = map(jnp.asarray, (*batch.queries, *batch.new, batch.cache, *arrays))
+    out, cache = function(*arrays, causal=0, sm_scale=SCALE, mask_aligned_to_cu_kv=aligned)
+
+    def visible(b, at, p):
+        first = kv_lens[b] - 4
+        return p < first or ancestors[at - first, p - first]
+
+    ragged.check(out, *batch.expected(scale=SCALE, mask=visible), jnp.float32)
+    ragged.check_cache(cache, batch)
 
 
 def test_experts(engine):
