@@ -31,12 +31,13 @@ def parallelism_of(options: argparse.Namespace) -> Parallelism | None:
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh(sizes, _AXES, axis_types=kinds, devices=jax.devices()[:count])
     experts = {count: _AXES, sizes[1]: ("context",), sizes[0]: ("tensor",), 1: ()}[options.expert_parallel]
-    return Parallelism(mesh, Layout(heads="tensor", context="context", experts=experts))
+    return Parallelism(mesh, Layout(heads=("tensor",), context=("context",), experts=experts))
 
 
 def sharded_drafts(load: Callable[[], Drafts], parallelism: Parallelism | None) -> Any:
     """The drafter that ``load`` creates, a draft model on the devices of the model."""
     draft = load()
     if parallelism is not None and isinstance(draft, DraftModel):
-        shard_model(draft.model, parallelism)
+        model: Any = draft.model
+        shard_model(model, parallelism)
     return draft

@@ -7,6 +7,7 @@ import re
 import secrets
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -70,7 +71,7 @@ def _print_json(options: argparse.Namespace, prompts, tokens, tokenizer, engine:
 def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engine, list[SamplingParams]]:
     """An engine for these prompts, and each one's parameters; sizes are checked before weights are read."""
     parallelism = parallelism_of(options)
-    where = {} if parallelism is None else {"parallelism": parallelism}
+    where: dict[str, Any] = {} if parallelism is None else {"parallelism": parallelism}
     checkpoint = open_checkpoint(options.checkpoint, dtype=jnp.dtype(options.dtype), **where)
     model = checkpoint.model
     scales = None if options.kv_scales is None else read_json(Path(options.kv_scales))

@@ -57,7 +57,7 @@ def _model(model: Model, p: Parallelism) -> Iterator[Shard]:
         yield from _head(model.lm_head, p)
     for layer in model.layers:
         yield from _layer(layer, p)
-    if hasattr(model, "mtp"):
+    if isinstance(model, deepseek.DeepseekForCausalLM) and hasattr(model, "mtp"):
         yield from _embedding(model.mtp.embed_tokens, p)
         yield from _head(model.mtp.head, p)
         yield from _layer(model.mtp.block, p)
@@ -77,7 +77,7 @@ def _head(head: Linear, p: Parallelism) -> Iterator[Shard]:
         yield from _columns(head, axes)
 
 
-def _layer(layer: nnx.Module, p: Parallelism) -> Iterator[Shard]:
+def _layer(layer: deepseek.DecoderLayer | decoder.DecoderLayer, p: Parallelism) -> Iterator[Shard]:
     axes, attention = p.layout.query_heads, layer.self_attn
     _check("num_heads", attention.spec.num_heads, p.size("query_heads"))
     if isinstance(attention, deepseek.Attention):
@@ -122,7 +122,7 @@ def _experts(moe: MoE | ClampedMoE, p: Parallelism) -> Iterator[Shard]:
     if layout.experts:
         _check("the number of experts", moe.down_proj.shape[0], p.size("experts"))
         moe.experts, moe.tokens = layout.experts, tuple(axis for axis in layout.experts if axis in layout.batch)
-        last = [moe.down_bias] if biases else []
+        last = [moe.down_bias] if isinstance(moe, ClampedMoE) else []
         yield from ((param, P(layout.experts)) for param in (*wide, moe.down_proj, *biases, *last))
         return
     _check("the width of an expert", moe.down_proj.shape[1], p.size("query_heads"))

@@ -3,7 +3,7 @@
 """Scores of the GQA kernels: masks, caps and sinks, with rows as rows or as columns of the products."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -91,7 +91,8 @@ class Scores(Block):
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (self.block_rows,), 0), self.row_layout)
         token = lax.min(self.item["token"] + lax.div(row, plan.heads), plan.num_tokens - 1)
         c = at - (self.item["position"] - (call.tree_keys - call.max_q_len))
-        number, word = lax.shift_right_arithmetic(c, 5), None  # of 32 columns; there are no keys after the last column
+        number = lax.shift_right_arithmetic(c, 5)  # of 32 columns; there are no keys after the last column
+        word: Any = None
         for n in range(self.tree.shape[0]):
             words = self.spread(take(self.tree.at[n], token, jnp.int32, self.row_layout), at.shape)
             word = words if word is None else jnp.where(number == n, words, word)

@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# (Triton is an extra, which need not be installed where types are checked; its branches on constants are static.)
 """Attention over a paged cache in Triton, for absorbed MLA and for GQA, with any number of query tokens.
 
 Rows are query tokens times the query heads of a set (part or all of the heads of a KV head), packed into row tiles.

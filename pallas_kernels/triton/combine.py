@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (Triton is an extra, which need not be installed where types are checked.)
 """The merge of the partial results of row tiles that were divided into KV splits, in the order of their keys."""
 
 import triton  # pyright: ignore[reportMissingImports]

@@ -1,6 +1,7 @@
 """Sizes of the kernels by architecture: block shapes, warps, stages and resident programs, chosen by static facts."""
 
 import dataclasses
+from typing import Any
 
 from mla_attn.pallas_kernels.triton.limits import LIMITS
 
@@ -79,7 +80,7 @@ class Rule:
     shared_values: bool | None = None
     wide: bool = False
     float8: bool | None = None
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
 
     def fits(self, facts: PagedFacts) -> bool:
         """Whether a call is of this rule's kind and small enough."""
