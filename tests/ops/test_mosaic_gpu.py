@@ -14,8 +14,9 @@ from mla_attn.dispatch import compiling_for, current_device
 from mla_attn.mosaic_gpu import gqa as gqa_adapter
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.ops import plan_gqa, plan_mla
+from ops import contract
 from ops.base import MLATests
-from ops.gqa_base import GQATests
+from ops.gqa_base import GQA, GQATests
 
 pytestmark = pytest.mark.gpu
 
@@ -133,8 +134,8 @@ class TestTransposed(TestFewRows):
             self.check(self.batch(13, heads=heads, page_size=page_size, **sizes))
 
 
-class TestGQA(GQATests):
-    """Two KV heads a thread block, four query heads in all: rows of products are columns, most of nobody."""
+class HopperGQA(GQA):
+    """The kernels of GQA, two KV heads a thread block, four query heads in all."""
 
     # What TMA cannot copy is gathered: pages of less than 8, and the interleaved layout of the shared tests, in rows of
     # 136 elements.
@@ -156,6 +157,10 @@ class TestGQA(GQATests):
         dims = {name: sizes[name] for name in ("head_dim", "v_head_dim")}
         sizes = {**sizes, "dtype": jnp.dtype(sizes["dtype"])}
         return helpers.kv_batch(seed, **{**sizes, **dims, "kv_heads": 1 if sizes["heads"] % 2 else sizes["kv_heads"]})
+
+
+class TestGQA(HopperGQA, GQATests):
+    """Rows of products are columns, most of nobody; but in calls of more than 32 rows."""
 
     def test_scale_and_large_scores(self):
         check_large_scores(self)
@@ -273,15 +278,25 @@ class TestGQA(GQATests):
         self.same_bits((out[1:], lse[1:]), (want[1:], want_lse[1:]))
 
 
-class TestGQARowsFirst(TestGQA):
-    """The kernel of many rows, for pools of 16 bits: rows of products are rows."""
+class TestGQARowsFirst(
+    HopperGQA, contract.Lengths, contract.Poison, contract.Softmax, contract.Visibility, contract.Trees
+):
+    """The kernel of many rows, for few: most rows of products are of nobody."""
 
     @staticmethod
     def choose_kernel(tile_rows: int, *, float8: bool, **_) -> str:
         return "gqa_stream" if float8 else "gqa_decode"
 
+    @pytest.mark.parametrize("head_dim, v_head_dim", [(64, 128), (128, 64), (256, 256)])
+    def test_dims(self, head_dim, v_head_dim):
+        """With sinks, of query heads of which KV heads have as many, or parts."""
+        for heads, kv_heads in ((8, 2), (4, 4), (142, 2)):
+            sizes = {"heads": heads, "kv_heads": kv_heads, "kv_lens": [9, 300], "q_lens": [2, 1], "most": 300}
+            batch = self.batch(39, head_dim=head_dim, v_head_dim=v_head_dim, **sizes)
+            self.check(batch, sinks=jnp.linspace(-2.0, 4.0, heads, dtype=jnp.float32))
 
-class TestGQAXLA(GQATests):
+
+class TestGQAXLA(GQA, contract.Layers, contract.Softmax, contract.Visibility, contract.Float8, contract.Trees):
     """What other GPUs run, in float32 and over caches of float8."""
 
     implementation = "xla"
