@@ -11,7 +11,7 @@ import pytest
 import selections
 import source_tree
 
-HELPERS = ("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.contract", "ops.ragged_base")
+HELPERS = ("cases.paged", "checkpoints", "footprint", "helpers", "oracle", "ops.contract", "ops.ragged_base", "ranks")
 pytest.register_assert_rewrite(*HELPERS)
 SHAPES_CHECKED = source_tree.install()
 MANY_MAPS = 20_000

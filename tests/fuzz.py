@@ -1,6 +1,7 @@
 """Compare every implementation with the float64 oracle on random poisoned batches, until time is up.
 
     python -m tests.fuzz --seconds 600 --seed 0
+    python -m tests.fuzz --ranks
 
 A *class* fixes everything that selects a program (sizes, layout, dtype, static arguments); its *draws* vary lengths,
 pages, masks and data. One compilation serves all draws of a class. A failure prints the command that repeats it.
@@ -234,7 +235,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="CLASS", help="repeat one class, with all its draws")
+    parser.add_argument("--ranks", action="store_true", help="compare calls over eight CPU devices with one device")
     options = parser.parse_args()
+    if options.ranks:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
+        import rank_fuzz
+
+        return rank_fuzz.run(options.seconds, options.seed, options.only)
     names = [i.name for i in mla.IMPLEMENTATIONS]
     counts, refused, failures = collections.Counter(), collections.Counter(), 0
     end = time.monotonic() + options.seconds

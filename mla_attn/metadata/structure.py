@@ -33,6 +33,8 @@ class AttentionMetadata:
         work_plan: static description of the calls that ``plan_mla`` made ``work`` for; None if ``work`` is empty.
         page_size: static tokens per page P that ``slots`` were computed with; ops refuse a pool with another page size.
             None, in metadata made by hand, disables that check.
+        ranks: static number of devices whose metadata these arrays hold, one after the other (``parallel.plan``); an op
+            of one device refuses any but 1.
     """
 
     q_starts: Int[Array, "B"]
@@ -47,6 +49,7 @@ class AttentionMetadata:
     kv_stride: int = dataclasses.field(default=1, metadata={"static": True})
     work_plan: Hashable = dataclasses.field(default=None, metadata={"static": True})
     page_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    ranks: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 def check_requests(metadata: AttentionMetadata) -> None:

@@ -36,6 +36,10 @@ def check_pool(pool, spec, metadata, kind: type) -> None:
 
 def check_paged_metadata(metadata):
     """Checks metadata, which may be made by hand; returns it with its static fields as Python integers."""
+    if metadata.ranks != 1:
+        raise ValueError(
+            f"metadata has the arrays of {metadata.ranks} devices, of parallel.plan: call through parallel.sharded"
+        )
     check_requests(metadata)
     return static_integers(metadata, "max_q_len", "kv_stride", "page_size")
 

@@ -4,6 +4,7 @@
 parallelism adds collectives: one all-gather of the queries and two all-to-alls of the partial results.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -69,6 +70,8 @@ def _sharded(function, mesh: Mesh, layout: Layout, check_vma: bool):
 
     def run(pool, arrays, static):
         _check_heads(dict(static).get("spec"), mesh, layout)
+        if "metadata" in arrays:
+            arrays = arrays | {"metadata": _of_one(arrays["metadata"], size(mesh, layout.pages))}
         local = functools.partial(_on_device, function, layout, static)
         pools = pool_specs(pool, layout)
         specs = {name: _spec(name, value, static, mesh, layout) for name, value in arrays.items()}
@@ -96,6 +99,13 @@ def _sharded(function, mesh: Mesh, layout: Layout, check_vma: bool):
 
 def _on_device(function, layout: Layout, static, pool, arrays):
     return in_shard(function, layout)(**dict(static), **arrays, pool=pool)
+
+
+def _of_one(metadata: AttentionMetadata, ranks: int) -> AttentionMetadata:
+    """Metadata from ``plan`` over so many devices, as that of one of them."""
+    if metadata.ranks != ranks:
+        raise ValueError(f"metadata has the arrays of {metadata.ranks} device(s), must be of {ranks}: from plan")
+    return dataclasses.replace(metadata, ranks=1)
 
 
 def _check_heads(spec: MLASpec | GQASpec | None, mesh: Mesh, layout: Layout) -> None:
@@ -189,7 +199,10 @@ def plan(
         calls |= {"out_dtype": jnp.dtype(out_dtype), "q_dtype": jnp.dtype(q_dtype)}
         calls["implementation"] = requested(implementation)
         planned = (_local_pool(pool, mesh, layout), spec, tuple(calls.items()))
-    return _plan(arrays, (builder, static, planned, mesh, layout, check_vma))
+    made = _plan(arrays, (builder, static, planned, mesh, layout, check_vma))
+    if not isinstance(made, AttentionMetadata):  # slots of an encoder
+        return made
+    return dataclasses.replace(made, ranks=size(mesh, layout.pages))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -2,18 +2,22 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+import oracle
 from mla_attn import metadata as md
-from mla_attn import parallel
+from mla_attn import parallel, steps
 from mla_attn.cache import KVPool, LatentPool
 from mla_attn.parallel.layout import pool_specs
 from mla_attn.specs import GQASpec, MLASpec
 
+MODES = ["decode", "target_verify", "ragged_verify", "tree_verify", "draft_extend", "draft_decode", "extend", "mixed"]
+CONTEXTS = {"rtol": 1e-6, "atol": 1e-6}  # of results that are merged
 PAGE, LAYERS, LAYER = 2, 2, 1  # sizes of every pool, and the layer that calls use
 REQUESTS, ROWS = 4, 3  # of every call; most rows of a request
 MLA = MLASpec(num_heads=8, kv_lora_rank=16, qk_rope_head_dim=8, scale=0.3)
@@ -241,3 +245,75 @@ def assert_same_cache(c: Cached, one, many, lens):
 
 def _is_empty(row):
     return (row == 127).all() if row.dtype == np.uint8 else np.isnan(row).all()
+
+
+def assert_same_keys(c: Cached, mode, prefix, metadata, spec, tree):
+    """Each row sees the keys of one device, each of them on one rank."""
+    ranks, stride = c.ranks, metadata.kv_stride
+    fields = ("q_starts", "q_lens", "kv_lens", "kv_offsets", "page_table", "positions")
+    parts = {
+        n: np.asarray(x).reshape(ranks.batch, ranks.context, -1, *x.shape[1:])
+        for n in fields
+        for x in [getattr(metadata, n)]
+    }
+    mask = None if tree is None else np.asarray(tree)
+    for group in range(ranks.batch):
+        one = metadata_of(c, mode, prefix, group)
+        rules = {"window": spec.window, "tree_mask": mask}
+        for b, j in ((b, j) for b, rows in enumerate(np.asarray(one.q_lens)) for j in range(rows)):
+            wanted = oracle.visible_slots(one, b, j, num_slots=c.table.shape[1] * PAGE, **rules)
+            found = []
+            for rank in range(ranks.context):
+                own = types.SimpleNamespace(**{n: x[group, rank] for n, x in parts.items()}, kv_stride=stride)
+                slots = oracle.visible_slots(own, b, j, num_slots=own.page_table.shape[1] * PAGE, **rules)
+                found += [int(own.kv_offsets[b]) + i * stride for i in slots]
+            assert sorted(found) == wanted, f"request {b}, row {j}: keys {sorted(found)}, must be {wanted}"
+
+
+def mla_step(mode):
+    name = {"mixed": "decode", "ragged_verify": "target_verify", "tree_verify": "target_verify"}.get(mode, mode)
+    return steps.absorbed_extend if name == "extend" else getattr(steps, name)
+
+
+def gqa_step(mode):
+    return getattr(steps, "gqa_" + mla_step(mode).__name__.removeprefix("absorbed_"))
+
+
+def mla_rows(rows, seed=1):
+    heads, latent, rope = MLA.num_heads, MLA.kv_lora_rank, MLA.qk_rope_head_dim
+    shapes = {"q_latent": (heads, latent), "q_rope": (heads, rope), "latent": (latent,), "rope": (rope,)}
+    return {name: random(seed + i, rows, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def gqa_rows(rows, spec=GQA, seed=1):
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    shapes = {"q": (heads, spec.head_dim), "k": (kv_heads, spec.head_dim), "v": (kv_heads, spec.v_head_dim)}
+    return {name: random(seed + i, rows, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def compare(ranks, spec, mode, *, step=None, prefix=None, longest=None, repeated=1, pool=None, exact=None, **options):
+    """Runs a call over ranks and on one device; results and caches must be the same."""
+    is_mla = spec is MLA or isinstance(spec, type(MLA))
+    step = step or (mla_step if is_mla else gqa_step)(mode)
+    prefix = np.asarray(lengths(ranks, edges=0) if prefix is None else prefix)
+    c = cached(ranks, prefix, spec, longest=longest, repeated=repeated, **(pool or {}))
+    builder, lens, built, rows, tree = call(mode, prefix)
+    owned = owned_rows(c, mode, prefix)
+    arrays = mla_rows(rows) if is_mla else gqa_rows(rows, spec)
+    arrays = {n: jnp.where(owned.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan) for n, x in arrays.items()}
+    if tree is not None:
+        options["tree_mask"] = tree
+    wanted, one = on_one_device(step, c, spec, mode, prefix, arrays, **options)
+    metadata = ranks.plan(builder, c.sharded_table, *lens, **built)
+    assert_same_keys(c, mode, prefix, metadata, spec, tree)
+    *got, many = ranks.sharded(step)(
+        **arrays, pool=c.sharded_pool, metadata=metadata, spec=spec, layer=LAYER, **options
+    )
+    for a, b in zip(got, wanted, strict=True):
+        if exact if exact is not None else ranks.context == 1:
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a, b, **CONTEXTS)
+    lens = [metadata_of(c, mode, prefix, group) for group in range(ranks.batch)]
+    assert_same_cache(c, one, many, np.concatenate([np.where(m.q_lens > 0, m.kv_lens, 0) for m in lens]))
+    return got

@@ -13,68 +13,18 @@ from jax.sharding import AxisType
 import ranks as r
 from kernel_calls import needs_kernels
 from mla_attn import parallel, steps
-from mla_attn.cache import move_rows
+from mla_attn.cache import LatentPool, move_rows
 from mla_attn.dispatch import compiling_for, current_device
 from mla_attn.metadata import for_decode, for_extend, for_target_verify
 from mla_attn.ops import gqa_attention, mla_attention, quantize_queries
 from mla_attn.specs import MLASpec
 from mla_attn.speculative import path_moves
 from mla_attn.support import H200
-from ranks import GQA, LAYER, MLA, PAGE, Ranks
+from ranks import CONTEXTS, GQA, LAYER, MLA, MODES, PAGE, Ranks, compare, gqa_rows, gqa_step, mla_rows, mla_step
 
-MODES = ["decode", "target_verify", "ragged_verify", "tree_verify", "draft_extend", "draft_decode", "extend", "mixed"]
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 2, 4)]
 WAYS = [(kind, check) for kind in (AxisType.Auto, AxisType.Explicit) for check in (True, False)]
 each_way = pytest.mark.parametrize(("kind", "check_vma"), WAYS, ids=lambda x: getattr(x, "name", f"vma={x}"))
-CONTEXTS = {"rtol": 1e-6, "atol": 1e-6}
-
-
-def mla_step(mode):
-    name = {"mixed": "decode", "ragged_verify": "target_verify", "tree_verify": "target_verify"}.get(mode, mode)
-    return steps.absorbed_extend if name == "extend" else getattr(steps, name)
-
-
-def gqa_step(mode):
-    return getattr(steps, "gqa_" + mla_step(mode).__name__.removeprefix("absorbed_"))
-
-
-def mla_rows(rows, seed=1):
-    heads, latent, rope = MLA.num_heads, MLA.kv_lora_rank, MLA.qk_rope_head_dim
-    shapes = {"q_latent": (heads, latent), "q_rope": (heads, rope), "latent": (latent,), "rope": (rope,)}
-    return {name: r.random(seed + i, rows, *shape) for i, (name, shape) in enumerate(shapes.items())}
-
-
-def gqa_rows(rows, spec=GQA, seed=1):
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    shapes = {"q": (heads, spec.head_dim), "k": (kv_heads, spec.head_dim), "v": (kv_heads, spec.v_head_dim)}
-    return {name: r.random(seed + i, rows, *shape) for i, (name, shape) in enumerate(shapes.items())}
-
-
-def compare(ranks, spec, mode, *, step=None, prefix=None, longest=None, repeated=1, pool=None, exact=None, **options):
-    """Runs a call over ranks and on one device; results and caches must be the same."""
-    is_mla = spec is MLA or isinstance(spec, type(MLA))
-    step = step or (mla_step if is_mla else gqa_step)(mode)
-    prefix = np.asarray(r.lengths(ranks, edges=0) if prefix is None else prefix)
-    c = r.cached(ranks, prefix, spec, longest=longest, repeated=repeated, **(pool or {}))
-    builder, lens, built, rows, tree = r.call(mode, prefix)
-    owned = r.owned_rows(c, mode, prefix)
-    arrays = mla_rows(rows) if is_mla else gqa_rows(rows, spec)
-    arrays = {n: jnp.where(owned.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan) for n, x in arrays.items()}
-    if tree is not None:
-        options["tree_mask"] = tree
-    wanted, one = r.on_one_device(step, c, spec, mode, prefix, arrays, **options)
-    metadata = ranks.plan(builder, c.sharded_table, *lens, **built)
-    *got, many = ranks.sharded(step)(
-        **arrays, pool=c.sharded_pool, metadata=metadata, spec=spec, layer=LAYER, **options
-    )
-    for a, b in zip(got, wanted, strict=True):
-        if exact if exact is not None else ranks.context == 1:
-            np.testing.assert_array_equal(a, b)
-        else:
-            np.testing.assert_allclose(a, b, **CONTEXTS)
-    lens = [r.metadata_of(c, mode, prefix, group) for group in range(ranks.batch)]
-    r.assert_same_cache(c, one, many, np.concatenate([np.where(m.q_lens > 0, m.kv_lens, 0) for m in lens]))
-    return got
 
 
 @each_way
@@ -358,6 +308,14 @@ def test_errors():
         parallel.sharded(steps.decode, mesh=ranks.mesh, layout=parallel.Layout(experts="other"))
     with pytest.raises(ValueError, match=r"must be a step of mla_attn\.steps"):
         ranks.sharded(jnp.sum)
+    metadata = ranks.plan(for_decode, jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32))
+    rows = mla_rows(2)
+    one = LatentPool.create(num_layers=2, num_pages=4, page_size=PAGE, spec=MLA, dtype="float32")
+    with pytest.raises(ValueError, match=r"metadata has the arrays of 2 devices, of parallel\.plan"):
+        steps.decode(**rows, pool=one, metadata=metadata, spec=MLA)
+    with pytest.raises(ValueError, match=r"metadata has the arrays of 1 device\(s\), must be of 2"):
+        made = for_decode(jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32), page_size=PAGE)
+        ranks.sharded(steps.decode)(**rows, pool=one, metadata=made, spec=MLA)
     with pytest.raises(ValueError, match="num_rows=7 must be a multiple of the 2 batch ranks"):
         ranks.plan(
             for_extend, jnp.zeros((2, 3), jnp.int32), jnp.ones(2, int), jnp.ones(2, int), max_q_len=2, num_rows=7
