@@ -6,6 +6,7 @@ program of its own, because the engine takes over the process.
 
 # ruff: noqa: E402 -- where to import the library from is settled first
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -50,3 +51,4 @@ def main(checkpoint: str, page_size: str, options: str) -> list:
 
 if __name__ == "__main__":
     print(json.dumps(main(*sys.argv[1:])), flush=True)
+    os._exit(0)  # the engine's threads still run, and would crash where the interpreter ends beneath them
