@@ -27,7 +27,6 @@ COMBINED = ("row", "partial", "splits", "rows")
 HEADER = 2  # the list begins with the numbers of items and of row tiles to combine
 
 INVARIANT_TILES = 32  # key tiles of a KV split when the batch must have no influence: 2048 keys
-_OVERHEAD = 3  # cost of an item besides its keys, in key tiles: queries, filling the pipeline, writing the result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Plan:
         max_tiles: key tiles of a request's page table.
         combine_all: whether row tiles that are not split go through the combine too.
         invariant: whether KV splits are cut at multiples of ``INVARIANT_TILES`` and nowhere else.
+        overhead: cost of an item besides its keys, in key tiles: queries, filling the pipeline, writing the result.
     """
 
     num_requests: int
@@ -53,6 +53,7 @@ class Plan:
     max_tiles: int
     combine_all: bool = False
     invariant: bool = False
+    overhead: int = 3
 
     kv_heads: ClassVar[int] = 1  # MLA is multi-query attention
     set_heads: ClassVar[int] = 1
@@ -226,7 +227,7 @@ def segments_of(q_starts, q_lens, kv_lens, kv_offsets, plan, max_q_len, kv_strid
 def _cuts(s: Segments, plan: Plan) -> Cuts:
     """Divides each segment: KV splits of equal size, no larger than ``_most_split_tiles`` allows."""
     tiles, row_tiles = -(-s.keys // TILE), -(-s.tokens * plan.heads // plan.tile_rows)
-    cap = jnp.int32(INVARIANT_TILES) if plan.invariant else _most_split_tiles(tiles, row_tiles, plan.blocks)
+    cap = jnp.int32(INVARIANT_TILES) if plan.invariant else _most_split_tiles(tiles, row_tiles, plan)
     splits = jnp.maximum(-(-tiles // cap), 1)
     size = jnp.broadcast_to(cap, tiles.shape) if plan.invariant else jnp.maximum(-(-tiles // splits), 1)
     splits = jnp.maximum(-(-tiles // size), 1)
@@ -234,17 +235,18 @@ def _cuts(s: Segments, plan: Plan) -> Cuts:
     return Cuts(tiles=tiles, row_tiles=row_tiles, splits=splits, split_tiles=size, combined=combined)
 
 
-def _most_split_tiles(tiles, row_tiles, blocks):
+def _most_split_tiles(tiles, row_tiles, plan):
     """The most key tiles of a KV split: of 13 candidates around a thread block's mean load, the one that ends first.
 
     The estimate is that of list scheduling, longest first: the mean load, and (k + 1) KV splits of the size of the
     (k * blocks + 1)-th, which share a thread block.
     """
+    blocks = plan.blocks
     mean = jnp.maximum(-(-(tiles * row_tiles).sum() // blocks), 4)
     # From half the mean to twice the mean.
     cap = jnp.maximum(mean * (4 + jnp.arange(13, dtype=jnp.int32)) // 8, mean // 2 + 1)
     splits = jnp.maximum(-(-tiles[None] // cap[:, None]), 1)
-    size = -(-tiles[None] // splits) + _OVERHEAD
+    size = -(-tiles[None] // splits) + plan.overhead
     splits = splits * row_tiles[None]
     # A partial result is written and read once more, which takes about as long as a key tile.
     load = (splits * size + jnp.where(size < tiles[None], splits, 0)).sum(axis=1)

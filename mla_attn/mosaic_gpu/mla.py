@@ -12,8 +12,11 @@ from mla_attn.pallas_kernels.work_list import TILE, TILE_ROWS, Plan, sound_reque
 
 _HEADS = 8  # TMA copies whole groups of 8 rows, so other head counts are padded
 _LATENTS = ((512, 64), (256, 64), (512, 0))
-_ROW_ELEMENTS = 8  # copies begin at multiples of 16 bytes, 8 elements
-_CHANNELS = 64  # channels of a copy: 128 bytes, the span of the swizzle
+_COPIED_BYTES = 16  # copies begin at multiples of it
+_CHANNELS = 64  # channels of a copy, the span of the swizzle
+_BLOCKS = "float8_e4m3fn:blocks"
+_FLOAT8_OVERHEAD = 5  # key tiles that a thread block processes in the time of an item's begin and end; bfloat16: 3
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", _BLOCKS)
 # Masked scores are MASKED; times the scale they must stay below START, the running maximum of a row without visible
 # keys. This bounds the scale from below.
 _LEAST_SCALE = 1e-3
@@ -28,17 +31,24 @@ def supports(call, device: Device) -> str | None:
     if (reason := hopper.refuses(device)) is not None:
         return reason
     spec, latent = call.spec, (call.spec.kv_lora_rank, call.spec.qk_rope_head_dim)
-    if call.format.name != "bfloat16":
-        return f"a {call.format.name} pool: must be bfloat16"
+    if call.format.name not in ("bfloat16", *_FLOAT8):
+        return f"a {call.format.name} pool: must be bfloat16 or float8"
     if call.skip:
         return "skip_threshold: must be None"
-    if call.q_dtype == jnp.float8_e4m3fn:
-        return "float8_e4m3fn queries: must be of at least 16 bits"
+    float8 = call.format.name in _FLOAT8
+    if not float8 and call.q_dtype == jnp.float8_e4m3fn:
+        return "float8_e4m3fn queries of a bfloat16 pool: must be of at least 16 bits"
+    if float8 and call.q_dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        return f"{call.q_dtype} queries of a {call.format.name} pool: must be bfloat16 or float8_e4m3fn"
     if latent not in _LATENTS:
         return f"latent {latent[0]} + {latent[1]}: must be {', '.join(f'{r} + {e}' for r, e in _LATENTS)}"
-    if call.row_width % _ROW_ELEMENTS:
-        return f"pool rows of {call.row_width} elements: must be a multiple of {_ROW_ELEMENTS}"
-    if spec.qk_rope_head_dim and call.rope_offset % _CHANNELS:
+    elements = _COPIED_BYTES // call.format.storage_dtype.itemsize
+    if call.row_width % elements:
+        return f"pool rows of {call.row_width} elements: must be a multiple of {elements}"
+    if call.format.name == _BLOCKS:
+        if call.rope_offset != (offset := call.format.widths(latent[0], 0)[0]):
+            return f"rope_offset={call.rope_offset}: must be {offset}"
+    elif spec.qk_rope_head_dim and call.rope_offset % _CHANNELS:
         return f"rope_offset={call.rope_offset}: must be a multiple of {_CHANNELS}"
     if spec.window is not None:
         return f"window={spec.window}: must be None"
@@ -82,6 +92,11 @@ def choose_kernel(rows: int, *, key_tiles: int, cores: int, batch_invariant: boo
     return "mla_decode", TILE_ROWS
 
 
+def choose_float8_kernel(rows: int, *, batch_invariant: bool, **_) -> tuple[str, int]:
+    """Chooses the kernel of a float8 pool; arguments and result are those of ``choose_kernel``."""
+    return "mla_float8", _TRANSPOSED_ROWS if batch_invariant else min(rows, _TRANSPOSED_ROWS)
+
+
 def plan_mla(metadata, pool, spec, *, causal, tree, batch_invariant, out_dtype):
     """Adds the work list of calls with these static arguments to the metadata; see ``ops.mla.plan_mla``."""
     del tree  # the list is the same with and without
@@ -92,7 +107,8 @@ def plan_mla(metadata, pool, spec, *, causal, tree, batch_invariant, out_dtype):
 def _launch(metadata, pool, spec, *, causal, batch_invariant, out_dtype) -> Launch:
     heads, requests, cores = _padded(spec.num_heads), metadata.q_lens.shape[0], current_device().cores
     max_tiles = -(-metadata.page_table.shape[1] * pool.page_size // TILE)
-    kernel, tile_rows = choose_kernel(
+    choose = choose_float8_kernel if pool.format.name in _FLOAT8 else choose_kernel
+    kernel, tile_rows = choose(
         heads * metadata.max_q_len, key_tiles=requests * max_tiles, cores=cores, batch_invariant=batch_invariant
     )
     plan = Plan(
@@ -104,6 +120,7 @@ def _launch(metadata, pool, spec, *, causal, batch_invariant, out_dtype) -> Laun
         max_tiles=max_tiles,
         combine_all=out_dtype != jnp.bfloat16,  # kernels write bfloat16; the combine writes float32
         invariant=batch_invariant,
+        overhead=_FLOAT8_OVERHEAD if kernel == "mla_float8" else Plan.overhead,
     )
     return Launch(kernel, plan, causal)
 
@@ -122,9 +139,10 @@ def mla_attention(
     from mla_attn.pallas_kernels.mosaic_gpu.combine import combine
     from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.mla_decode import mla_decode
+    from mla_attn.pallas_kernels.mosaic_gpu.mla_float8 import mla_float8
     from mla_attn.pallas_kernels.mosaic_gpu.mla_stream import mla_stream
 
-    del sinks, q_scale  # refused before
+    del sinks  # refused before
     m, (tokens, heads, _) = metadata, q_latent.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
         return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf)
@@ -141,11 +159,15 @@ def mla_attention(
         page_stride=pool.page_stride,
         layer_stride=pool.layer_stride,
         tree_keys=0 if tree_mask is None else tree_mask.shape[2],
+        cache=pool.format.name,
     )
     tree = None if tree_mask is None else _tree_words(tree_mask, m, plan)
     q_rope = _rows(q_rope, plan) if spec.qk_rope_head_dim else None
     arrays = (_rows(q_latent, plan), q_rope, pool.data, m.page_table, layer.reshape(1), work, tree)
-    kernel = {"mla_decode": mla_decode, "mla_stream": mla_stream}[launch.kernel]
+    if launch.kernel == "mla_float8":
+        scales = jnp.ones(1) if pool.scale is None else pool.scale.reshape(-1)
+        arrays += scales, _row_scales(q_scale, q_latent, plan)
+    kernel = {"mla_decode": mla_decode, "mla_stream": mla_stream, "mla_float8": mla_float8}[launch.kernel]
     out, lse, partial, partial_lse = kernel(*arrays, call=call, plan=plan)
     out, lse = combine(work, partial, partial_lse, out.astype(out_dtype), lse, plan=plan)
     return tuple(x.reshape(tokens, plan.heads, *x.shape[1:])[:, :heads] for x in (out, lse))
@@ -159,6 +181,14 @@ def _rows(q, plan):
     """Packed rows [T * heads, ...] in bfloat16, heads padded."""
     q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, plan.heads - q.shape[1]), (0, 0)))
     return q.reshape(-1, q.shape[2])
+
+
+def _row_scales(q_scale, q, plan):
+    """The queries' scales for every packed row, and ``plan.tile_rows`` more; None if queries have none."""
+    if q_scale is None:
+        return None
+    scales = jnp.pad(jnp.broadcast_to(q_scale, q.shape[:2]), ((0, 0), (0, plan.heads - q.shape[1])))
+    return jnp.pad(scales.ravel(), (0, plan.tile_rows))
 
 
 def _tree_words(tree_mask, m, plan):

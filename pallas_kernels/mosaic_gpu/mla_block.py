@@ -40,6 +40,7 @@ class Call:
         causal: rows see keys up to their own position.
         kv_stride: positions from one key index to the next.
         tree_keys: columns M of the tree mask; 0 without one.
+        cache: name of the pool's row format.
     """
 
     heads: int
@@ -52,6 +53,7 @@ class Call:
     page_stride: int = 1
     layer_stride: int = 0
     tree_keys: int = 0
+    cache: str = "bfloat16"
 
 
 class Block:
@@ -115,8 +117,9 @@ class Block:
 
     # Items
 
-    def start(self, q_latent, q_rope, pages, page_table, layer, work, tree, out, lse, partial, partial_lse, **smem):
+    def start(self, q_latent, q_rope, pages, page_table, layer, work, tree, *rest, **smem):
         """Keeps the references, and counts the items of this thread block."""
+        *self.more, out, lse, partial, partial_lse = rest
         self.gmem_q = (q_latent, q_rope)
         self.pages, self.page_table, self.layer, self.tree_words = pages, page_table, layer, tree
         self.out, self.lse, self.partial, self.partial_lse = out, lse, partial, partial_lse
@@ -177,12 +180,16 @@ class Block:
             if part == "rope" and not self.rope:
                 plgpu.barrier_arrive(full)
             elif self.gathers:
-                gather_rows(sources[n], self.pages.at[:, :, self._channels(part)], to, transforms=TILED)
+                self.gather(sources[n], part, to)
                 self._arrived(pending, in_flight=1)
                 pending = full
             else:
                 self._copy(sources[n], part, to, full)
         self._arrived(pending, in_flight=0)
+
+    def gather(self, rows, part: str, to) -> None:
+        """Starts copying one part of a tile row by row."""
+        gather_rows(rows, self.pages.at[:, :, self._channels(part)], to, transforms=TILED)
 
     def _clamped(self, j):
         """Number in the request of the item's tile ``j``; past the item's end its last, whose scores will be masked."""

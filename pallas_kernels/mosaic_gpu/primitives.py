@@ -31,6 +31,8 @@ def shared_bytes(scratch, reduction_bytes: int = 0) -> int:
     def size(ref) -> int:
         if isinstance(ref, plgpu.Barrier):
             return 8 * math.prod(ref.num_barriers)
+        if isinstance(ref, plgpu.RefUnion):
+            return max(size(one) for one in ref.refs)
         array = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
         return -(-array // _ALIGNMENT) * _ALIGNMENT
 

@@ -53,6 +53,16 @@ CALLS = {
     "float32 result": {"out_dtype": jnp.float32},
     "rows of 640": {"row_width": 640, "rope_offset": 512},
     "rows of 640, 128 heads, pages of 1": {"row_width": 640, "rope_offset": 576, "heads": 128, "page_size": 1},
+    **{
+        f"float8: {name}": {"cache": "float8_e4m3fn", **sizes}
+        for name, sizes in {
+            "decode": {},
+            "decode, 32 heads": {"heads": 32},
+            "decode, 128 heads": {"heads": 128},
+        }.items()
+    },
+    "blocks: decode": {"cache": "float8_e4m3fn:blocks"},
+    "blocks: decode, 128 heads": {"cache": "float8_e4m3fn:blocks", "heads": 128},
 }
 
 # The same, several at a time: few programs, for a short test.

@@ -1,21 +1,27 @@
 """The paged ops by the Hopper kernels: the shared tests, and what only they promise. On a GPU of its kind."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import float8
 import helpers
+from mla_attn.cache import LatentPool
 from mla_attn.dispatch import compiling_for, current_device
+from mla_attn.metadata import for_decode
 from mla_attn.mosaic_gpu import gqa as gqa_adapter
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
-from mla_attn.ops import plan_gqa, plan_mla
+from mla_attn.ops import mla_attention, plan_gqa, plan_mla
+from mla_attn.specs import MLASpec
 from ops import contract
 from ops.base import MLATests
+from ops.contract import POISONS
 from ops.gqa_base import GQA, GQATests
 
 pytestmark = pytest.mark.gpu
@@ -99,7 +105,8 @@ class TestMosaicGPU(MLATests):
             q_latent = q_latent.at[0].set(np.nan)
         else:
             page = pool.placement.physical_pages(batch.metadata.page_table[0, 0], batch.layer)
-            pool = dataclasses.replace(pool, data=pool.data.at[page, 0].set(np.nan))
+            nan = np.nan if pool.data.dtype != jnp.uint8 else np.uint8(0x7F)
+            pool = dataclasses.replace(pool, data=pool.data.at[page, 0].set(nan))
         out, lse = self.attend(dataclasses.replace(batch, q_latent=q_latent, pool=pool))
         want, want_lse = self.attend(batch)
         assert np.isnan(np.asarray(out[0], np.float32)).all() and np.isnan(lse[0]).all()
@@ -132,6 +139,61 @@ class TestTransposed(TestFewRows):
         sizes = {"kv_lens": [0, 1, 63, 64, 65, 1000, 130, 5000], "q_lens": [1] * 8, "max_q_len": 1, "most": 5000}
         for page_size in (1, 8, 64):
             self.check(self.batch(13, heads=heads, page_size=page_size, **sizes))
+
+
+class TestFloat8(TestMosaicGPU):
+    """All of it over a float8 cache; the 96 rows of a request are three groups."""
+
+    sizes: ClassVar[dict] = {**TestMosaicGPU.sizes, "cache": "float8_e4m3fn"}
+    cache_dtypes, float8_queries = ("float8_e4m3fn", "float8_e5m2"), True
+
+    @pytest.mark.parametrize("cache", ["float8_e4m3fn", None])
+    def test_float8_queries(self, cache):
+        """Not of a bfloat16 cache."""
+        if cache is not None:
+            super().test_float8_queries(cache)
+        else:
+            self.check(helpers.quantized(self.batch(42, cache=None)), served=False)
+
+    @pytest.mark.parametrize("page_size", [1, 16, 64])
+    @pytest.mark.parametrize("latent, rope", [(512, 64), (512, 0)])
+    def test_blocks(self, page_size, latent, rope):
+        """Rows of 656 and 528 bytes, copied in every way."""
+        sizes = {"kv_lora_rank": latent, "qk_rope_head_dim": rope, "cache": "float8_e4m3fn:blocks"}
+        make = functools.partial(self.batch, 45, layout="packed", page_size=page_size, most=700, **sizes)
+        self.check(make())
+        self.check(helpers.quantized(make()), layer=2)
+        self.check(make(), batch_invariant=True)
+        self.same_bits(*(self.attend(make(poison=p)) for p in POISONS.values()))
+
+    @pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2"])
+    def test_every_code(self, cache):
+        """All 256, each as key and value of a request of its own; NaN and infinity give NaN."""
+        codes = np.arange(256, dtype=np.uint8)
+        rows = np.zeros((256, 1, 320), np.uint8)
+        rows[..., :256] = codes[:, None, None]
+        want = codes.view(getattr(ml_dtypes, cache)).astype(np.float32)
+        spec = MLASpec(num_heads=8, kv_lora_rank=256, qk_rope_head_dim=64, scale=1.0)
+        pool = LatentPool.of(jnp.asarray(rows), kv_lora_rank=256, rope_dim=64, dtype=cache)
+        table, lens = jnp.arange(256, dtype=jnp.int32)[:, None], jnp.ones(256, jnp.int32)
+        q = np.zeros((256, 8, 320), np.float32)
+        q[:, 0, 5] = 2.0**-8
+        q = jnp.asarray(q, jnp.bfloat16)
+        options = {"return_lse": True, "implementation": "mosaic_gpu", "out_dtype": jnp.float32}
+        metadata = for_decode(table, lens, page_size=1)
+        out, lse = mla_attention(q[..., :256], q[..., 256:], pool, metadata, spec, **options)
+        finite = np.isfinite(want)
+        np.testing.assert_array_equal(np.asarray(out[:, 0])[finite], np.repeat(want[finite, None], 256, axis=1))
+        np.testing.assert_allclose(lse[:, 0][finite], want[finite] * 2.0**-8, rtol=1e-6, atol=1e-30)
+        assert np.isnan(out[:, 0][~finite]).all() and np.isnan(lse[:, 0][~finite]).all()
+
+    @pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e4m3fn:blocks"])
+    @pytest.mark.parametrize("heads", [8, 16, 24, 32, 128])
+    def test_decode(self, heads, cache):
+        """As many rows as heads, on every kind of page."""
+        sizes = {"kv_lens": [0, 1, 63, 64, 65, 1000, 130, 5000], "q_lens": [1] * 8, "max_q_len": 1, "most": 5000}
+        for page_size in (1, 8, 64):
+            self.check(self.batch(13, heads=heads, page_size=page_size, kv_lora_rank=512, cache=cache, **sizes))
 
 
 class HopperGQA(GQA):
