@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant("rows claimed twice taken twice", WORK, "return sound & (q_starts >= _latest_before(jnp.where(sound, q_starts + q_lens, 0)))", "return sound", SCHEDULE + "test_rows_claimed_twice_are_the_first_claimers"),
     Mutant("rows past the last not refused", WORK, "(q_starts <= num_tokens - q_lens)", "(q_starts <= tokens)", SCHEDULE + "test_any_batch"),
     Mutant("pieces out of key order", WORK, "row_tile * cuts.splits[of] + split, -1", "(row_tile + 1) * cuts.splits[of] - 1 - split, -1", SCHEDULE + "test_any_batch"),
-    Mutant("invariant cuts follow the batch", WORK, "jnp.int32(INVARIANT_TILES) if plan.invariant else", "_most_split_tiles(tiles, row_tiles, plan.blocks) if plan.invariant else", SCHEDULE + "test_cuts_follow_nothing_but_a_requests_own_keys"),
+    Mutant("invariant cuts follow the batch", WORK, "jnp.int32(INVARIANT_TILES) if plan.invariant else", "_most_split_tiles(tiles, row_tiles, plan) if plan.invariant else", SCHEDULE + "test_cuts_follow_nothing_but_a_requests_own_keys"),
     Mutant("nothing is split", WORK, "return cap[jnp.argmin(ends)]", "return cap[12] * 999", SCHEDULE + "test_one_long_request_among_short_ones_is_split"),
     Mutant("shortest first", WORK, "(work[None] > work[:, None])", "(work[None] < work[:, None])", SCHEDULE + "test_thread_blocks_end_together"),
     Mutant("the list of another call taken", MOSAIC, "if m.work_plan == launch:", "if m.work_plan is not None:", ADAPTER + "test_a_call_other_than_planned_makes_its_own_list"),

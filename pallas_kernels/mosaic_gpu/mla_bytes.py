@@ -130,9 +130,7 @@ def key_scales(tail, start: int) -> jax.Array:
     """A float32 number of each of 64 keys: [64] in ``ROW``; arguments are those of ``rope_operand``."""
     pitch = tail.shape[1]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=ROW)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=ROW))
     def load(_, tail):
         warp, group, _ = _place()
         row = arith.addi(arith.muli(warp, _i32(16)), group)

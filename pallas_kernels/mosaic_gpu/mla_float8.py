@@ -3,9 +3,9 @@
 """The MLA kernel for float8 caches: absorbed attention whose products read bytes. For compute capability 9.0.
 
 A thread block takes its items of the work list one after the other: up to 32 rows of a request and some tiles of 64
-keys. Products are transposed, S^T = K Q^T and O^T = V^T P^T: keys and values are then the left operand, which wgmma takes
-from registers too. So a tile's bytes are read from shared memory twice, once as keys and once as values, and nothing is
-written back. Four warpgroups:
+keys. Products are transposed, S^T = K Q^T and O^T = V^T P^T: keys and values are then the left operand, which wgmma
+takes from registers too. So a tile's bytes are read from shared memory twice, once as keys and once as values, and
+nothing is written back. Four warpgroups:
 
     0 and 1   S = Q K^T of every other tile, its softmax P over the keys seen so far, and their sum
     2         O = O exp(m - m') + P V; the item's queries before, its result after
@@ -13,13 +13,14 @@ written back. Four warpgroups:
 
 The running maximum m goes to and fro between warpgroups 0 and 1, so P is that of one sequence of tiles.
 
-The stored numbers are exact in float16, as is a row of queries times a power of two (but for what is less than 2^-37 of
-its largest number), and P is rounded to float16, times 2^14, which loses less than bfloat16 does. The pool's scale enters
-scores and results in float32. Rows in blocks have a scale for each key and 128 channels: products of a block are scaled
-before they are added up, and P is stored once for each block, times the keys' scales, in bfloat16, as are then the values.
+The stored numbers are exact in float16, as is a row of queries times a power of two (but for what is less than 2^-37
+of its largest number), and P is rounded to float16, times 2^14, which loses less than bfloat16 does. The pool's scale
+enters scores and results in float32. Rows in blocks have a scale for each key and 128 channels: products of a block are
+scaled before they are added up, and P is stored once for each block, times the keys' scales, in bfloat16, as are then
+the values.
 
-Roofline: a key takes R + E bytes (656 in blocks of 512 + 64), read once for all rows: 68 us at 4.46 TB/s for 128 requests
-of 4096 keys.
+Roofline: a key takes R + E bytes (656 in blocks of 512 + 64), read once for all rows: 68 us at 4.46 TB/s for 128
+requests of 4096 keys.
 """
 
 import functools
@@ -134,7 +135,7 @@ class Float8Body(Block):
             "empty_q": plgpu.Barrier(),
             "queries_ready": plgpu.Barrier(),
             "full": {part: plgpu.Barrier(num_barriers=self.stages, num_arrivals=copies) for part in self.parts},
-            "empty": {part: stages for part in self.parts},
+            "empty": dict.fromkeys(self.parts, stages),
             "p_ready": stages,
             "max_ready": plgpu.Barrier(num_barriers=2),
             "sums_ready": plgpu.Barrier(num_arrivals=2),

@@ -53,16 +53,23 @@ CALLS = {
     "float32 result": {"out_dtype": jnp.float32},
     "rows of 640": {"row_width": 640, "rope_offset": 512},
     "rows of 640, 128 heads, pages of 1": {"row_width": 640, "rope_offset": 576, "heads": 128, "page_size": 1},
-    **{
-        f"float8: {name}": {"cache": "float8_e4m3fn", **sizes}
-        for name, sizes in {
-            "decode": {},
-            "decode, 32 heads": {"heads": 32},
-            "decode, 128 heads": {"heads": 128},
-        }.items()
+    "float8": {"cache": "float8_e4m3fn"},
+    "float8, 128 heads": {"cache": "float8_e4m3fn", "heads": 128},
+    "float8, tree, 24 heads, pages of 1": {"cache": "float8_e4m3fn", "heads": 24, "tree": 4, "page_size": 1},
+    "float8_e5m2, 8 heads, 256 + 64, queries too": {
+        "cache": "float8_e5m2",
+        "heads": 8,
+        "kv_lora_rank": 256,
+        "quantized": True,
     },
-    "blocks: decode": {"cache": "float8_e4m3fn:blocks"},
-    "blocks: decode, 128 heads": {"cache": "float8_e4m3fn:blocks", "heads": 128},
+    "float8 blocks": {"cache": "float8_e4m3fn:blocks"},
+    "float8 blocks, 128 heads": {"cache": "float8_e4m3fn:blocks", "heads": 128, "batch_invariant": True},
+    "float8 blocks, pages of 8, 512 + 0": {
+        "cache": "float8_e4m3fn:blocks",
+        "page_size": 8,
+        "qk_rope_head_dim": 0,
+        "quantized": True,
+    },
 }
 
 # The same, several at a time: few programs, for a short test.
@@ -93,6 +100,22 @@ MIXED = {
         "num_layers": 3,
         "causal": False,
         "page_size": 128,
+    },
+    "float8, tree, 20 heads, pages of 16, float32 result": {
+        "cache": "float8_e4m3fn",
+        "heads": 20,
+        "max_q_len": 4,
+        "tree": 37,
+        "page_size": 16,
+        "out_dtype": jnp.float32,
+    },
+    "float8 blocks and queries, invariant verify, 3 heads, pages of 1": {
+        "cache": "float8_e4m3fn:blocks",
+        "quantized": True,
+        "heads": 3,
+        "max_q_len": 4,
+        "batch_invariant": True,
+        "page_size": 1,
     },
 }
 
@@ -185,7 +208,7 @@ def make_gqa(*, tree=0, sinks=False, causal=True, batch_invariant=False, out_dty
     return plan, attend, (batch.pool, batch.metadata, jnp.int32(0), batch.q)
 
 
-def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, **sizes):
+def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, quantized=False, **sizes):
     """``(plan, attend, arguments)``: functions of the arrays of a batch; ``attend`` takes what ``plan`` returns."""
     defaults = {
         "kv_lens": [65, 8500],
@@ -197,11 +220,13 @@ def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, **sizes)
         "dtype": jnp.bfloat16,
     }
     batch = helpers.poisoned_batch(0, **{**defaults, **sizes})
+    batch = helpers.quantized(batch) if quantized else batch
     spec, shared = batch.spec, {"causal": causal, "implementation": "mosaic_gpu", "batch_invariant": batch_invariant}
 
     def plan(pool, metadata):
         planned_for = jnp.bfloat16 if out_dtype is None else out_dtype
-        return plan_mla(metadata, pool, spec, tree=tree > 0, out_dtype=planned_for, **shared)
+        q_dtype = batch.q_latent.dtype
+        return plan_mla(metadata, pool, spec, tree=tree > 0, out_dtype=planned_for, q_dtype=q_dtype, **shared)
 
     def attend(pool, metadata, layer, q_latent, q_rope):
         shape = (metadata.q_lens.shape[0], metadata.max_q_len, tree)
@@ -213,6 +238,7 @@ def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, **sizes)
             spec,
             layer=layer,
             tree_mask=jnp.ones(shape, bool) if tree else None,
+            q_scale=batch.q_scale,
             out_dtype=out_dtype,
             return_lse=True,
             **shared,

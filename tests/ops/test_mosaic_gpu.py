@@ -157,7 +157,7 @@ class TestFloat8(TestMosaicGPU):
 
     @pytest.mark.parametrize("page_size", [1, 16, 64])
     @pytest.mark.parametrize("latent, rope", [(512, 64), (512, 0)])
-    def test_blocks(self, page_size, latent, rope):
+    def test_blocks_on_every_page(self, page_size, latent, rope):
         """Rows of 656 and 528 bytes, copied in every way."""
         sizes = {"kv_lora_rank": latent, "qk_rope_head_dim": rope, "cache": "float8_e4m3fn:blocks"}
         make = functools.partial(self.batch, 45, layout="packed", page_size=page_size, most=700, **sizes)

@@ -1,5 +1,6 @@
 """The Hopper kernels without a GPU: every kind of call lowers, and compiles to machine code as it should."""
 
+import dataclasses
 import functools
 import importlib
 import pathlib
@@ -35,7 +36,7 @@ pytestmark = needs_kernels
 
 TARGET = "custom_call @mosaic_gpu"
 QUICK = ("layers", "stacked", "decode, 128 heads", "GQA: decode")  # of layers: 16 heads
-ATTENDS = ("gqa_decode", "gqa_stream", "mla_decode", "mla_stream")
+ATTENDS = ("gqa_decode", "gqa_stream", "mla_decode", "mla_stream", "mla_float8")
 ALL = CALLS | GQA_CALLS
 
 # Rows of the tables of the kernels' page, as lists of cells.
@@ -53,6 +54,8 @@ BUDGET = {
     "tree, 4 heads, pages of 1": (540_000, 2370, 16),
     "rows of 640": (1_200_000, 2600, 20),
     "strided, not causal, 3 heads, 256 + 64, pages of 128": (320_000, 2190, 12),
+    "float8, tree, 20 heads, pages of 16, float32 result": (800_000, 3100, 40),
+    "float8 blocks and queries, invariant verify, 3 heads, pages of 1": (800_000, 3100, 40),
 }
 
 GQA_BUDGET = (480_000, 2300, 18)  # the same of every call of GQA
@@ -66,6 +69,8 @@ SPILLS = {
     "decode, 24 heads": 32,
     "pages of 1, 128 heads": 24,
     "rows of 640, 128 heads, pages of 1": 24,
+    "float8 blocks, 128 heads": 24,
+    "float8 blocks, pages of 8, 512 + 0": 136,
 }
 
 
@@ -141,7 +146,7 @@ def test_layers_scanned_over(lists):
 @pytest.mark.parametrize("tile_rows", [8, 16, 24, 32, 64])
 def test_shared_memory_is_enough(latent, rope, tile_rows):
     """Counted from the scratch types that a kernel is launched with; the kernels' page says the same."""
-    from mla_attn.pallas_kernels.mosaic_gpu import mla_decode, mla_stream
+    from mla_attn.pallas_kernels.mosaic_gpu import mla_decode, mla_float8, mla_stream
     from mla_attn.pallas_kernels.mosaic_gpu.mla_block import Call
     from mla_attn.pallas_kernels.mosaic_gpu.primitives import SHARED_BYTES, shared_bytes
 
@@ -158,6 +163,13 @@ def test_shared_memory_is_enough(latent, rope, tile_rows):
         kernel = f"`{type(body).__module__.rpartition('.')[2]}`"
         (told,) = [row[2:] for row in PAGE if row[:2] == [kernel, str(tile_rows)] and len(row) == 5] or [None]
         assert told is None or int(told[[(512, 64), (256, 64), (512, 0)].index((latent, rope))]) == taken
+    for cache in ("float8_e4m3fn", "float8_e4m3fn:blocks") if tile_rows <= mla_float8.MOST_ROWS else ():
+        body = mla_float8.Float8Body(dataclasses.replace(call, cache=cache), plan, **sizes)
+        taken = shared_bytes(body.scratch())
+        assert body.stages * 64 * (latent + rope) < taken <= SHARED_BYTES
+        kernel = f"`mla_float8`{', blocks' if body.in_blocks else ''}"
+        (told,) = [row[2:] for row in PAGE if row[:2] == [kernel, str(tile_rows)]]
+        assert told[[(512, 64), (256, 64), (512, 0)].index((latent, rope))] == f"{taken} ({body.stages})"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 24, 64])
