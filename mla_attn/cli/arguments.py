@@ -259,6 +259,7 @@ def _bench_ops(parser: Parser) -> None:
     parser.add_argument("--list", action=_List, help="print the named shapes and run nothing")
     add("--page-size", _PAGE_SIZE, default=64, metavar="P", help="tokens per page (default 64)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of all arrays (default bfloat16)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="format of the cache (default: --dtype)")
     add("--latent", _LATENT, default=(512, 64), metavar="R+E", help="MLA's latent and rope channels (default 512+64)")
     add("--head-dim", integer(1, 65536), default=128, metavar="D", help="channels of GQA's heads (default 128)")
     add(
@@ -315,6 +316,11 @@ def _check_bench_ops(options: argparse.Namespace) -> None:
         if (shape.kv_heads is None) != (options.op == "mla"):
             allowed = "without key and value heads" if options.op == "mla" else "with them, as 8x32/8x1x4096"
             raise ValueError(f"--shape {shape.name} with --op {options.op}: must be {allowed}")
+    if options.kv_dtype is not None and options.kv_dtype.endswith(":blocks"):
+        if options.op == "gqa":
+            raise ValueError(f"--kv-dtype {options.kv_dtype} with --op gqa: it stores latent rows only")
+        if options.latent[0] % 128:
+            raise ValueError(f"--kv-dtype {options.kv_dtype}: latent channels of --latent must be a multiple of 128")
     output.check_files(options)
 
 

@@ -24,6 +24,7 @@ from mla_attn.specs import GQASpec, MLASpec
 
 SMALL = ["--latent", "16+8", "--page-size", "4", "--repeats", "2", "--seed", "7"]
 SHAPE = "3x2x2x9+2+5"
+BLOCKS = ("--kv-dtype", "float8_e4m3fn:blocks")
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +126,13 @@ def test_malformed_shapes(text, message):
         (["--shape", "4x16/8x1x9"], "--shape 4x16/8x1x9 with --op mla: must be without key and value heads"),
         (["--op", "gqa", "--shape", "4x16x1x9"], "--shape 4x16x1x9 with --op gqa: must be with them, as 8x32/8x1x4096"),
         (["--op", "gqa", "--shape", "4x16/3x1x9"], "key and value heads must divide the query heads"),
-        (["--implementation", "xla,cudnn"], "--implementation 'xla,cudnn' must be one of mosaic_gpu, xla,"),
+        (["--implementation", "xla,cudnn"], "--implementation 'xla,cudnn' must be one of mosaic_gpu, triton, xla,"),
         (["--latent", "512"], "as 512+64"),
+        (["--op", "gqa", *BLOCKS], "--kv-dtype float8_e4m3fn:blocks with --op gqa: it stores latent rows only"),
+        (
+            ["--latent", "16+8", *BLOCKS],
+            "--kv-dtype float8_e4m3fn:blocks: latent channels of --latent must be a multiple",
+        ),
         (["--latent", "0+0"], "--latent 0+0 must be latent channels, 1 to 65536, and rope channels"),
         (["--latent", "99999999999+64"], "--latent 99999999999+64 must be latent channels, 1 to 65536"),
         (["--seed", "-1"], "--seed -1 must be an integer from 0 to 4294967295"),
@@ -188,6 +194,7 @@ def test_json_has_everything(capsys):
         "implementations": ["xla", "dense-gather"],
         "page_size": 4,
         "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
         "latent": [16, 8],
         "head_dim": 128,
         "repeats": 2,
@@ -215,9 +222,25 @@ def test_grouped_queries(capsys, dtype):
     assert "heads of 16" in report.table(found)
 
 
+@pytest.mark.parametrize(
+    "op, kv_dtype", [("gqa", "float8_e5m2"), ("mla", "float8_e4m3fn"), ("mla", "float8_e4m3fn:blocks")]
+)
+def test_caches_of_float8(capsys, op, kv_dtype):
+    """Checked like others, with NaN codes where nothing may be read, and counted by the cache's own bytes."""
+    shape = "3x4/2x2x9+2+5" if op == "gqa" else "3x2x2x9+2+5"
+    options = ("--op", op, "--head-dim", "16", "--latent", "128+8", "--kv-dtype", kv_dtype, "--shape", shape)
+    found = bench(capsys, *options, "--implementation", "xla,dense-gather")
+    xla, dense = found["results"]
+    assert xla["status"] == "ok" and (dense["status"], dense["reason"]) == ("refused", f"a {kv_dtype} pool")
+    row_bytes = {"gqa": 2 * 2 * 16, "mla": 128 + 8}[op] + (4 + 8 if kv_dtype.endswith("blocks") else 0)
+    rows = 3 * 2 * 2 * (2 * 16 + 2 * 16) if op == "gqa" else 3 * 2 * 2 * (136 + 128)
+    assert xla["bytes"] == row_bytes * (9 + 2 + 5) + 2 * rows
+    assert f"bfloat16, cache {kv_dtype}" in report.table(found)
+
+
 def test_grouped_queries_that_read_other_heads_are_wrong(monkeypatch, capsys):
     """Of two KV heads each stands alone in what is expected; and poison past lengths is met."""
-    _, real, specification = gqa.IMPLEMENTATIONS
+    *_, real, specification = gqa.IMPLEMENTATIONS
     shape, options = "3x4/2x2x9+2+5", ("--op", "gqa", "--head-dim", "16", "--implementation", "xla", "--shape")
 
     def swapped(q, *arguments, **options):
@@ -363,7 +386,9 @@ def test_the_measured_figures_are_drawn_as_shown(tmp_path):
 
 def test_layers_hold_different_data_and_table_tails_are_hostile():
     spec = MLASpec(num_heads=2, kv_lora_rank=16, qk_rope_head_dim=8, scale=0.2)
-    made = problem.make_problem(parse_shape("2x2x1x9+2"), spec, page_size=4, dtype=np.dtype(jnp.float32), seed=0)
+    made = problem.make_problem(
+        parse_shape("2x2x1x9+2"), spec, page_size=4, dtype=np.dtype(jnp.float32), kv_dtype="float32", seed=0
+    )
     first, second = np.asarray(made.pool.data).reshape(2, made.pool.num_pages, 4, 24)
     assert np.isnan(first).sum() == np.isnan(second).sum() == 24 * (3 * 4 + 3 + 2)  # free pages and both tails
     assert not (first == second).any()

@@ -13,6 +13,11 @@ from mla_attn.names import DENSE_GATHER
 NAME = DENSE_GATHER
 
 
+def _check(pool) -> None:
+    if pool.format.storage_dtype != pool.format.dtype:
+        raise NotImplementedError(f"a {pool.format.name} pool")
+
+
 def _visible(m, slots):
     """Which slots of its table each row sees: [B, S, 1, slots]."""
     at = (m.kv_lens - m.q_lens)[:, None] + jnp.arange(m.max_q_len, dtype=jnp.int32)[None]
@@ -21,6 +26,7 @@ def _visible(m, slots):
 
 def dense_gather_gqa(q, pool, metadata, spec, *, layer):
     """Grouped-query attention, as ``dense_gather``: ``(out [T, H, V], lse float32 [T, H])``."""
+    _check(pool)
     m, (keys, values) = metadata, pool.arrays
     batch, width = m.page_table.shape
     pages = pool.placement.physical_pages(jnp.clip(m.page_table, 0, pool.num_pages - 1), layer)
@@ -46,6 +52,7 @@ def dense_gather_gqa(q, pool, metadata, spec, *, layer):
 
 def dense_gather(q_latent, q_rope, pool, metadata, spec, *, layer):
     """Attention of a dense block of S causal rows per request: ``(out [T, H, R], lse float32 [T, H])``."""
+    _check(pool)
     m = metadata
     batch, width = m.page_table.shape
     pages = pool.placement.physical_pages(jnp.clip(m.page_table, 0, pool.num_pages - 1), layer)

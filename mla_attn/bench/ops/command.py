@@ -19,6 +19,7 @@ def main(options: argparse.Namespace) -> int:
         options.implementation or default_implementations(options.op),
         page_size=options.page_size,
         dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
         latent=options.latent,
         head_dim=options.head_dim,
         repeats=options.repeats,

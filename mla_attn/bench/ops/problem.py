@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,11 +11,15 @@ import numpy as np
 
 from mla_attn.bench.ops.shapes import Shape, widths
 from mla_attn.cache import KVPool, LatentPool
+from mla_attn.cache.formats import FORMATS, RowFormat
 from mla_attn.metadata import AttentionMetadata, for_decode, for_target_verify
 from mla_attn.ops import gqa_attention, mla_attention
 from mla_attn.specs import GQASpec, MLASpec
 
 Spec = MLASpec | GQASpec
+
+_SCALE = 0.02  # of plain float8: normal data is then far from its largest number, and is not clipped
+_NAN_CODE = 0x7F  # NaN in either float8 dtype
 
 # Bytes of all layers together, large enough that no layer is still in a cache when it is read again.
 ROTATED_BYTES = {"gpu": 2**30, "cpu": 2**29}
@@ -36,9 +41,17 @@ class Problem:
         return *self.queries, self.pool, self.metadata
 
 
-def make_problem(shape: Shape, spec: Spec, *, page_size: int, dtype: jnp.dtype, seed: int) -> Problem:
+def make_problem(shape: Shape, spec: Spec, *, page_size: int, dtype: jnp.dtype, kv_dtype: str, seed: int) -> Problem:
     """Draws normal data in shuffled pages, with NaN in free pages and past lengths, and invalid ids in unused table
-    entries."""
+    entries.
+
+    Args:
+        shape, spec: of the calls.
+        page_size: tokens per page.
+        dtype: of the queries, and of what is drawn.
+        kv_dtype: name of the pool's format; plain float8 has a scale of 0.02.
+        seed: of all data.
+    """
     rng, kv_lens = np.random.default_rng(seed), np.array(shape.kv_lens)
     held, width = -(-kv_lens // page_size), shape.table_width(page_size)
     num_pages = int(held.sum()) + 3
@@ -51,32 +64,41 @@ def make_problem(shape: Shape, spec: Spec, *, page_size: int, dtype: jnp.dtype, 
     left = (kv_lens[:, None] - np.arange(width) * page_size)[used]
     seen[order[:-3]] = np.arange(page_size) < left[:, None]
 
-    layers = _layers(num_pages * page_size * _row_width(spec) * dtype.itemsize)
+    row_format, parts = FORMATS[kv_dtype], _parts(spec)
+    layers = _layers(num_pages * page_size * _row_bytes(spec, row_format))
     keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 4)
-    rows, fill = (len(kv_lens) * shape.q_len, shape.heads), (jnp.asarray(seen), layers)
+    rows = (len(kv_lens) * shape.q_len, shape.heads)
+    scale = jnp.float32(_SCALE) if row_format.scaled else None
+    first, second = _fill((keys[0], keys[3]), jnp.asarray(seen), scale, layers, parts, dtype, row_format)
     if isinstance(spec, MLASpec):
-        data = _fill(keys[0], *fill, (spec.latent_dim,), dtype)
-        pool = LatentPool(data, layers, num_pages, spec.kv_lora_rank, 1, num_pages)
-        parts = (spec.kv_lora_rank, spec.qk_rope_head_dim)
+        (rank,), (rope,) = parts
+        data, stored = jnp.concatenate([first, second], axis=-1), {"format": row_format, "scale": scale}
+        pool = LatentPool(data, layers, num_pages, rank, 1, num_pages, rope_dim=rope, **stored)
     else:
-        k, v = (
-            _fill(key, *fill, (spec.num_kv_heads, width), dtype)
-            for key, width in zip((keys[0], keys[3]), widths(spec), strict=True)
-        )
-        pool, parts = KVPool(k, v, layers, num_pages), (spec.head_dim,)
+        stored = {"format": row_format, "k_scale": scale, "v_scale": scale}
+        pool = KVPool(first, second, layers, num_pages, **stored)
+    parts = (spec.kv_lora_rank, spec.qk_rope_head_dim) if isinstance(spec, MLASpec) else (spec.head_dim,)
     queries = tuple(jax.random.normal(key, (*rows, part), dtype) for key, part in zip(keys[1:], parts, strict=False))
     return Problem(shape, spec, pool, _metadata(shape, table, kv_lens, page_size), queries)
 
 
-def _row_width(spec: Spec) -> int:
-    """Elements of a cached token."""
-    return spec.latent_dim if isinstance(spec, MLASpec) else spec.num_kv_heads * sum(widths(spec))
+def _parts(spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Channels of both parts of a cached token: latent and rope, or keys and values of each head."""
+    if isinstance(spec, MLASpec):
+        return (spec.kv_lora_rank,), (spec.qk_rope_head_dim,)
+    return (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim)
 
 
-def problem_bytes(shape: Shape, spec: Spec, *, page_size: int, dtype: jnp.dtype) -> int:
+def _row_bytes(spec: Spec, row_format: RowFormat) -> int:
+    """Bytes of a cached token."""
+    first, second = (math.prod(part) for part in _parts(spec))
+    return row_format.row_bytes(first, second)
+
+
+def problem_bytes(shape: Shape, spec: Spec, *, page_size: int, dtype: jnp.dtype, kv_dtype: str) -> int:
     """Bytes of a problem: pool, page table and its temporaries, queries and outputs."""
     num_pages = sum(-(-length // page_size) for length in shape.kv_lens) + 3
-    layer_bytes = num_pages * page_size * _row_width(spec) * dtype.itemsize
+    layer_bytes = num_pages * page_size * _row_bytes(spec, FORMATS[kv_dtype])
     table = len(shape.kv_lens) * shape.table_width(page_size)
     rows = len(shape.kv_lens) * shape.q_len * shape.heads * sum(widths(spec))
     return _layers(layer_bytes) * layer_bytes + 16 * table + rows * dtype.itemsize
@@ -87,17 +109,23 @@ def _layers(layer_bytes: int) -> int:
     return max(2, -(-rotated // layer_bytes))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _fill(key, seen, layers, channels, dtype):
-    """Pool data [layers * N, P, *channels]. One layer is drawn; each further layer has the same rows, shifted by a
-    page."""
-    rows = jax.random.normal(key, (*seen.shape, *channels), dtype)
-    poison, seen = jnp.array(jnp.nan, dtype), seen.reshape(*seen.shape, *(1 for _ in channels))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _fill(keys, seen, scale, layers, parts, dtype, row_format):
+    """Both parts of the pool's data, [layers * N, P, *channels]. One layer is drawn; each further layer has the same
+    rows, shifted by a page."""
+    drawn = (jax.random.normal(key, (*seen.shape, *part), dtype) for key, part in zip(keys, parts, strict=True))
+    stored = row_format.encode(*drawn, None if scale is None else (scale, scale))
+    poison = _NAN_CODE if row_format.storage_dtype == jnp.uint8 else jnp.nan
 
     def layer(i):
-        return jnp.where(seen, jnp.roll(rows, i, axis=0), poison)
+        return [jnp.where(_like(seen, x), jnp.roll(x, i, axis=0), jnp.asarray(poison, x.dtype)) for x in stored]
 
-    return jax.lax.map(layer, jnp.arange(layers, dtype=jnp.int32)).reshape(-1, *rows.shape[1:])
+    filled = jax.lax.map(layer, jnp.arange(layers, dtype=jnp.int32))
+    return [x.reshape(-1, *x.shape[2:]) for x in filled]
+
+
+def _like(seen, x):
+    return seen.reshape(*seen.shape, *(1 for _ in x.shape[2:]))
 
 
 def _metadata(shape: Shape, table, kv_lens, page_size: int) -> AttentionMetadata:
@@ -132,7 +160,10 @@ def expected(problem: Problem, layer: int) -> Expected:
     rows = (chosen[:, None] * q_len + np.arange(q_len)).ravel()
     out, lse = _by_head(problem, [query[rows] for query in problem.queries], metadata, layer)
     pages = pool.placement.physical_pages(jnp.clip(metadata.page_table, 0, pool.num_pages - 1), layer)
-    values = pool.arrays[1][pages] if isinstance(pool, KVPool) else pool.data[pages][..., : pool.kv_lora_rank]
+    if isinstance(pool, KVPool):
+        _, values = pool.decode(*(array[pages] for array in pool.arrays), layer=layer)
+    else:
+        values, _ = pool.decode(pool.data[pages], layer=layer)
     v_max = np.abs(np.asarray(values).astype(np.float32)).reshape(*pages.shape, pool.page_size, -1).max(axis=-1)
     v_max = v_max.reshape(len(chosen), -1)
     common = np.arange(v_max.shape[1]) < kv_lens[:, None] - q_len + 1

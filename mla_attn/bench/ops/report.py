@@ -13,7 +13,7 @@ def table(report: dict) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = [
         f"{machine['device']}, jax {machine['jax']}, jaxlib {machine['jaxlib']}, {machine['date']}",
-        f"{configuration['dtype']}, page {configuration['page_size']}, {_channels(report)}, seed "
+        f"{_dtypes(configuration)}, page {configuration['page_size']}, {_channels(report)}, seed "
         f"{configuration['seed']}, calls chained in {'one unrolled program' if configuration['unroll'] else 'a loop'}",
         f"ceilings: read {_number(read / unit)} {prefix}B/s, {report['ceilings']['product']} product "
         f"{_number(short / unit)} {prefix}FLOP/s in a short run (the bound), {_number(sustained / unit)} sustained",
@@ -29,6 +29,11 @@ def table(report: dict) -> str:
     notes = [f"{r.shape}, {r.implementation}: {r.status}: {r.reason}" for r in results if r.status != "ok"]
     notes += dict.fromkeys(f"no kernel time: {r.kernel_reason}" for r in results if r.kernel_reason)
     return "\n".join(lines + notes)
+
+
+def _dtypes(configuration: dict) -> str:
+    dtype, kv_dtype = configuration["dtype"], configuration.get("kv_dtype")
+    return dtype if kv_dtype in (None, dtype) else f"{dtype}, cache {kv_dtype}"
 
 
 def _channels(report: dict) -> str:

@@ -89,6 +89,7 @@ def run(
     *,
     page_size: int,
     dtype: str,
+    kv_dtype: str | None = None,
     latent: tuple[int, int],
     head_dim: int,
     repeats: int,
@@ -103,7 +104,8 @@ def run(
         shapes: calls to time.
         implementations: names from ``dispatch.NAMES``, or the baseline's.
         page_size: tokens per page.
-        dtype: name of the dtype of pool and queries.
+        dtype: name of the dtype of the queries.
+        kv_dtype: name of the pool's format; None for ``dtype``.
         latent: latent and rope channels, of MLA.
         head_dim: channels of a head, of GQA.
         repeats: number of timed chains and of profiles; medians are reported.
@@ -111,21 +113,22 @@ def run(
         seed: seed of all data.
         save: function that is called with the report so far after every shape.
     """
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
     configuration = {
         "implementations": list(implementations),
         "page_size": page_size,
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
         "latent": list(latent),
         "head_dim": head_dim,
         "repeats": repeats,
         "unroll": unroll,
         "seed": seed,
     }
+    sizes = {"page_size": page_size, "dtype": jnp.dtype(dtype), "kv_dtype": kv_dtype}
     specs = [_spec(shape, latent, head_dim) for shape in shapes]
     for shape, spec in zip(shapes, specs, strict=True):
-        check_fits(
-            f"the arrays of {shape.name}", problem_bytes(shape, spec, page_size=page_size, dtype=jnp.dtype(dtype))
-        )
+        check_fits(f"the arrays of {shape.name}", problem_bytes(shape, spec, **sizes))
     say("measuring ceilings")
     ceilings = measure_ceilings(jnp.dtype(dtype), seed)
     report = {
@@ -136,7 +139,7 @@ def run(
     }
     for number, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
         say(f"[{number + 1}/{len(shapes)}] {shape.name}: making data")
-        problem = make_problem(shape, spec, page_size=page_size, dtype=jnp.dtype(dtype), seed=seed + number)
+        problem = make_problem(shape, spec, **sizes, seed=seed + number)
         results = _run_shape(problem, implementations, ceilings, repeats, unroll)
         report["results"] += [dataclasses.asdict(result) for result in results]
         save(report)
@@ -219,7 +222,7 @@ def _prepare(problem: Problem, result: Result, want: Expected, unroll: bool) -> 
     outputs = jax.block_until_ready(compiled(*arguments, last_layer))
     if not all(bool(jnp.isfinite(x).all()) for x in outputs):
         raise _WrongError("NaN or infinity in the result")
-    result.errors = shares = errors(outputs, want, problem.pool.dtype)
+    result.errors = shares = errors(outputs, want, problem.queries[0].dtype)
     if max(shares.values()) > 1:
         raise _WrongError(", ".join(f"{n} error {s:.3g} x its tolerance" for n, s in shares.items() if s > 1))
     once = min(timing.seconds_per_call(compiled, (*arguments, last_layer)) for _ in range(2))
