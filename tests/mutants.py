@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant("every device adds the experts' biases", "mla_attn/models/moe.py", "jax.lax.axis_index(self.summed) == 0 if self.summed", "True if self.summed", PARALLEL_ENGINE + "[gpt-oss, widths of experts]"),
     Mutant("parts of products not summed", "mla_attn/models/layers.py", "        if self.summed:\n", "        if self.summed and self.gathered:\n", PARALLEL_ENGINE + "[v2, experts over explicit axes]"),
     Mutant("tokens of other devices' vocabulary", "mla_attn/models/layers.py", "held = (own >= 0) & (own < table.shape[0])", "held = own < table.shape[0]", PARALLEL_ENGINE + "[v3, contexts and a draft tree]"),
-    Mutant("keys after a part of a request", "mla_attn/integrations/ragged_metadata.py", "m.kv_lens[request] - m.q_lens[request] + first + q_lens", "m.kv_lens[request]", "tests/integrations/test_ragged_paged.py::test_against_float64[mla-16-mixed-flat]"),
-    Mutant("requests past the last", "mla_attn/integrations/ragged_metadata.py", "kv_lens, q_lens = jnp.where(live, kv_lens, 0), jnp.where(live, q_lens, 0)", "pass", "tests/integrations/test_ragged_paged.py::test_against_float64[mla-16-decode-flat]"),
+    Mutant("keys after a part of a request", "mla_attn/integrations/ragged_metadata.py", "m.kv_lens[request] - m.q_lens[request] + first + q_lens", "m.kv_lens[request]", "tests/integrations/test_ragged_paged.py::test_against_float64[mla-16-mixed]"),
+    Mutant("requests past the last", "mla_attn/integrations/ragged_metadata.py", "kv_lens, q_lens = jnp.where(live, kv_lens, 0), jnp.where(live, q_lens, 0)", "pass", "tests/integrations/test_ragged_paged.py::test_against_float64[mla-16-mixed]"),
     Mutant("memory for every request's rows", "mla_attn/integrations/ragged_metadata.py", "return metadata if max_q_len is not None or num_rows == 0 else _in_parts(metadata, num_rows)", "return metadata", "tests/integrations/test_ragged_paged.py::test_the_cache_is_not_copied[mla-bfloat16]"),
     Mutant("pages of one row side by side", "mla_attn/integrations/ragged_layout.py", "page_stride=stride", "page_stride=1", "tests/integrations/test_ragged_paged.py::test_pages_of_one_token_in_packs"),
     Mutant("cache with its axis of 1 elsewhere", "mla_attn/integrations/ragged_layout.py", "lax.optimization_barrier(data.reshape(-1)).reshape", "data.reshape", "tests/integrations/test_ragged_paged.py::test_the_cache_is_not_copied[gqa-float32]"),
@@ -281,6 +281,7 @@ MUTANTS = (
     Mutant("arguments that moved", "mla_attn/integrations/sglang_jax.py", "if missing and not getattr(function", "if False and not getattr(function", "tests/integrations/test_sglang_jax.py::test_names_that_moved"),
     Mutant("metadata of the first rank's rows", "mla_attn/integrations/sglang_metadata.py", "len(batch.input_ids) // batch.dp_size", "len(batch.input_ids)", "tests/integrations/test_sglang_jax.py::test_a_step[two data ranks-mla]"),
     Mutant("device left as told to the engine", "mla_attn/integrations/sglang_jax.py", "            self.server_args = given\n", "            pass\n", "tests/integrations/test_sglang_jax.py::test_a_step[two tensor ranks-gqa]"),
+    Mutant("trees as wide as pages", "mla_attn/integrations/sglang_jax.py", "cu_kv_lens[1:] - cu_kv_lens[:-1] if mask_aligned_to_cu_kv else kv_lens", "cu_kv_lens[1:] - cu_kv_lens[:-1]", "tests/integrations/test_sglang_jax.py::test_trees_of_drafts[False]"),
     Mutant("experts from the first on", "mla_attn/integrations/sglang_jax.py", "given[\"group_offset\"].reshape(())", "0", "tests/integrations/test_sglang_jax.py::test_experts"),
     Mutant("hidden argument of ejkernel", "mla_attn/integrations/ejkernel.py", "name not in known and name not in _HINTS", "name not in known and name in _HINTS", "tests/integrations/test_ejkernel.py::test_what_moved_is_named"),
 )

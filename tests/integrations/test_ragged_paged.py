@@ -50,8 +50,7 @@ def call(batch, kind, **options):
     return np.asarray(out), np.asarray(cache)
 
 
-@pytest.mark.parametrize("form", ["flat", "packed"])
-@pytest.mark.parametrize("requests", [decode, mixed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("requests", "form"), [(decode, "packed"), (mixed, "flat")], ids=["decode", "mixed"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_against_float64(kind, size, requests, form):
