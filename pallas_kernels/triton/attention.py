@@ -202,9 +202,10 @@ def paged_attention_kernel(
                 if TREE_KEYS > 0:
                     column = columns * KEY_STRIDE - position + (TREE_KEYS - MAX_Q_LEN)
                     inside = seen & (column >= 0) & (column < TREE_KEYS)
-                    word = tl.load(
-                        tree_ptr + (column // 32) * NUM_TOKENS + _of_rows(token, TRANSPOSED), mask=inside, other=0
-                    )
+                    word = tl.zeros([KEYS, ROWS] if TRANSPOSED else [ROWS, KEYS], tl.int32)
+                    for number in tl.static_range((TREE_KEYS + 31) // 32):
+                        of_rows = tl.load(tree_ptr + number * NUM_TOKENS + token, mask=live, other=0)
+                        word = tl.where(column // 32 == number, _of_rows(of_rows, TRANSPOSED), word)
                     bit = ((word >> (column % 32)) & 1) != 0
                     before = column < 0
                     if WINDOW > 0:
