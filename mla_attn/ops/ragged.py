@@ -23,6 +23,7 @@ from mla_attn.dispatch import Device, Implementation, Order, choose, compute
 from mla_attn.metadata import RaggedMetadata
 from mla_attn.ops.checks import check_operand_scale, check_sinks, result_dtype, static_integers
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
+from mla_attn.triton import ragged as triton
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
 
 
@@ -67,6 +68,7 @@ def _portable(call: RaggedCall, device: Device) -> str | None:
 
 
 IMPLEMENTATIONS = (
+    Implementation("triton", triton.supports, triton.ragged_attention),
     Implementation("xla", _portable, xla_ragged, derivative="reference"),
     Implementation("reference", _portable, reference_ragged, derivative="own"),
 )
@@ -111,7 +113,7 @@ def ragged_attention(
         q_scale, k_scale, v_scale: scales of float8_e4m3fn operands, float32 []; None for 1.
         return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
         out_dtype: dtype of ``out``; None for that of ``q``, or for bfloat16 if that is float8.
-        implementation: "xla" or "reference", or names in the order to try them; None for the default choice.
+        implementation: "triton", "xla" or "reference", or names in the order to try them; None for the default choice.
         skip_threshold: positive number; a tile of keys may be left out if, for each of the rows that are computed
             together, its largest score lies more than ``ln(kv_len / skip_threshold)`` below the largest before
             (skip-softmax, arXiv:2512.12087). If it is a number f below 1, ``out`` differs by at most ``2 f / (1 + f)``

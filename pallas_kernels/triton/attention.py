@@ -47,7 +47,7 @@ def _product(q, k, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _operand(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
+def operand(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Decodes stored elements to operands, exactly. The bits of float8 are placed into wider numbers.
 
     This needs no float8 hardware, whose e4m3 is another format on some GPUs.
@@ -173,18 +173,18 @@ def paged_attention_kernel(
             physical = _clip(page, 0, NUM_PAGES - 1).to(tl.int64) * PAGE_STRIDE + layer
             k_row = k_ptr + physical * K_PAGE + head * K_HEAD + place * K_TOKEN
             k = tl.load(k_row[:, None] + k_channel[None, :], mask=read[:, None] & (dim < DIM)[None, :], other=0)
-            k = _operand(k, FORMAT, dtype)
+            k = operand(k, FORMAT, dtype)
             if not SHARED_VALUES:
                 v_place = place // GROUP * V_TOKEN + place % GROUP if GROUP > 0 else place * V_TOKEN + V_FIRST
                 v_row = v_ptr + physical * V_PAGE + head * V_HEAD + v_place
                 v = tl.load(
                     v_row[:, None] + v_channel[None, :], mask=read[:, None] & (value < VALUES)[None, :], other=0
                 )
-                v = _operand(v, FORMAT, dtype)
+                v = operand(v, FORMAT, dtype)
             if ROPE > 0:
                 read_rope = read[:, None] & (rope < ROPE)[None, :]
                 k_rope = tl.load(k_row[:, None] + ROPE_AT + rope[None, :], mask=read_rope, other=0)
-                k_rope = _operand(k_rope, FORMAT, dtype)
+                k_rope = operand(k_rope, FORMAT, dtype)
             page, place = _locate(table, first + KEYS, key_of, KEYS, PAGE_SIZE, TABLE_WIDTH)
             # Scaled before they are added: a product added to another would be one with two steps for Triton.
             scores = _product(q, k, TRANSPOSED, PRECISION) * factor

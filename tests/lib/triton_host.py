@@ -150,11 +150,11 @@ def _floating(out) -> bool:
 def interpreting(monkeypatch, device):
     """Context in which calls of ``implementation="triton"`` are interpreted, as for a device."""
     from mla_attn.dispatch import compiling_for
-    from mla_attn.pallas_kernels.triton import attention, grouped_matmul
+    from mla_attn.pallas_kernels.triton import attention, grouped_matmul, prefill
     from mla_attn.triton import gpus
 
     monkeypatch.setattr(gpus, "missing", lambda: None)
-    for module in (attention, grouped_matmul):
+    for module in (attention, grouped_matmul, prefill):
         monkeypatch.setattr(module, "triton_call", triton_call)
         monkeypatch.setattr(module, "triton_update", triton_update, raising=False)
     with compiling_for(device):

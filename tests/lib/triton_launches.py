@@ -9,7 +9,8 @@ import pytest
 
 import helpers
 from mla_attn.dispatch import Device, compiling_for
-from mla_attn.ops import gqa_attention, mla_attention
+from mla_attn.metadata import RaggedMetadata
+from mla_attn.ops import gqa_attention, mla_attention, ragged_attention
 from mla_attn.triton import gpus
 
 # A10, A100, L40S, H200, half of an MI250X, MI300X, MI355X.
@@ -51,6 +52,18 @@ GQA_CALLS = {
     "float8, shuffled": {"cache": "float8_e4m3fn", "pool_layout": "shuffled"},
     "float8, 256, verify": {"cache": "float8_e4m3fn", "head_dim": 256, "v_head_dim": 256, **_VERIFY},
 }
+# The same of a prompt of 32 heads over 8 with 128 channels.
+RAGGED_CALLS = {
+    "prompt": {},
+    "192 and 128, not causal": {"qk_dim": 192, "causal": False},
+    "64, window, cap": {"qk_dim": 64, "v_dim": 64, "window": 100, "soft_cap": 30.0},
+    "256": {"qk_dim": 256, "v_dim": 256},
+    "short prompts": {"max_q_len": 9},
+    "float16": {"dtype": "float16"},
+    "float32, 192 and 128": {"qk_dim": 192, "dtype": "float32"},
+    "float32, 256": {"qk_dim": 256, "v_dim": 256, "dtype": "float32"},
+    "float8, 192 and 128": {"qk_dim": 192, "stored": "float8_e4m3fn"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +92,30 @@ def gqa_launches(target: str, *, tree=0, sinks=False, causal=True, **sizes) -> l
 _LENGTHS = {"kv_lens": [65, 1000], "q_lens": [1, 1], "dtype": jnp.dtype("bfloat16")}
 
 
+def ragged_launches(
+    target: str, *, qk_dim=128, v_dim=128, dtype="bfloat16", stored=None, max_q_len=512, **rules
+) -> list[Launch]:
+    """The launches of a call of ``ragged_attention``."""
+    shapes = (((1024, 32, qk_dim), dtype), ((1024, 8, qk_dim), stored or dtype), ((1024, 8, v_dim), stored or dtype))
+    ints = {name: jnp.zeros(2, jnp.int32) for name in ("q_starts", "q_lens", "kv_starts", "kv_lens")}
+    metadata = RaggedMetadata(**ints, max_q_len=max_q_len, max_kv_len=512)
+    arrays = (*(jax.ShapeDtypeStruct(*x) for x in shapes), metadata)
+    return _traced(target, lambda *a: ragged_attention(*a, scale=0.1, implementation="triton", **rules), *arrays)
+
+
 def _launches(op, target, batch, tree, sinks, causal) -> list[Launch]:
-    from mla_attn.pallas_kernels.triton import attention
+    m = batch.metadata
+    mask = jnp.ones((m.q_lens.shape[0], m.max_q_len, tree), bool) if tree else None
+    options = {"sinks": jnp.ones(batch.out_shape[1]) if sinks else None, "tree_mask": mask, "causal": causal}
+
+    def call(queries, pool, metadata):
+        return op(*queries, pool, metadata, batch.spec, implementation="triton", **options)
+
+    return _traced(target, call, batch.queries, batch.pool, m)
+
+
+def _traced(target, call, *arrays) -> list[Launch]:
+    from mla_attn.pallas_kernels.triton import attention, prefill
 
     made: list[Launch] = []
 
@@ -93,17 +128,11 @@ def _launches(op, target, batch, tree, sinks, causal) -> list[Launch]:
         record(kernels[0], arrays, updated, **options)
         return list(updated)
 
-    m = batch.metadata
-    mask = jnp.ones((m.q_lens.shape[0], m.max_q_len, tree), bool) if tree else None
-    options = {"sinks": jnp.ones(batch.out_shape[1]) if sinks else None, "tree_mask": mask, "causal": causal}
-
-    def call(queries, pool, metadata):
-        return op(*queries, pool, metadata, batch.spec, implementation="triton", **options)
-
     with pytest.MonkeyPatch.context() as patch, compiling_for(DEVICES[target]):
         patch.setattr(gpus, "missing", lambda: None)
         patch.setattr(attention, "triton_call", record)
         patch.setattr(attention, "triton_update", update)
+        patch.setattr(prefill, "triton_call", record)
         jax.clear_caches()  # of calls that were traced before
-        jax.eval_shape(call, batch.queries, batch.pool, m)
+        jax.eval_shape(call, *arrays)
     return made

@@ -11,6 +11,7 @@ from mla_attn.ops import plan_gqa, plan_mla
 from mla_attn.triton import gpus
 from ops.base import MLATests
 from ops.gqa_base import GQATests
+from ops.ragged_base import RaggedTests
 
 pytestmark = pytest.mark.gpu
 
@@ -121,6 +122,21 @@ class TestGQA(GQATests):
     @pytest.mark.parametrize("kv_len", [5, 70, 9000])
     def test_nan_is_not_taken_for_no_key(self, what, kv_len):
         check_nan(self, what, kv_len)
+
+
+class TestRagged(RaggedTests):
+    implementation = "triton"
+    kernel = True
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (128, 128), (192, 128), (96, 80), (256, 256)])
+    def test_prompts(self, qk_dim, v_dim, dtype):
+        """More rows than a tile has."""
+        sizes = {"kv_lens": [700, 0, 70, 250], "q_lens": [300, 3, 64, 240], "max_q_len": 300, "max_kv_len": 700}
+        dims = {"qk_dim": qk_dim, "v_dim": v_dim, "heads": 4, "kv_heads": 2}
+        for rules in ({}, {"window": 100}, {"causal": False}):
+            batch = self.batch(20, dtype=dtype, layout="packed", window=rules.get("window"), **dims, **sizes)
+            self.check(batch, scale=qk_dim**-0.5, max_q_len=300, max_kv_len=700, **rules)
 
 
 def check_nan(tests, what, kv_len):

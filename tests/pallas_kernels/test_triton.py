@@ -12,6 +12,7 @@ from mla_attn.dispatch import Device
 from ops.base import MLA
 from ops.batches import random_tree
 from ops.gqa_base import GQA
+from ops.ragged_base import RaggedTests
 
 pytestmark = triton_host.needs_triton
 
@@ -82,3 +83,20 @@ class TestGQAInterpreted(Interpreted, GQA):
     @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved", "shuffled"])
     def test_layouts(self, pool_layout):
         self.check(self.few(8, pool_layout=pool_layout, head_dim=64, v_head_dim=64))
+
+
+class TestRaggedInterpreted(RaggedTests):
+    implementation = "triton"
+    kernel = True
+
+    @pytest.fixture(autouse=True)
+    def interpreter(self, monkeypatch):
+        with triton_host.interpreting(monkeypatch, Interpreted.device):
+            yield
+
+    def test_sinks_and_many_tiles(self):
+        """More rows than a tile has, and requests apart from each other."""
+        sizes = {"kv_lens": [300, 0, 70, 150], "q_lens": [300, 3, 64, 140], "max_q_len": 300, "max_kv_len": 300}
+        batch = self.batch(20, dtype="bfloat16", qk_dim=192, v_dim=128, heads=2, kv_heads=1, layout="packed", **sizes)
+        for rules in ({}, {"window": 100}, {"causal": False}):
+            self.check(batch, scale=192**-0.5, max_q_len=300, max_kv_len=300, **rules)

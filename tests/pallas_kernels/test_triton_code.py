@@ -6,15 +6,17 @@ import triton_host
 import triton_launches
 from mla_attn.pallas_kernels.triton.configs import RULES, PagedConfig, PagedFacts, paged_config
 from mla_attn.pallas_kernels.triton.limits import LIMITS
-from triton_launches import DEVICES, GQA_CALLS, MLA_CALLS
+from mla_attn.pallas_kernels.triton.prefill_configs import SIZES, PrefillConfig
+from triton_launches import DEVICES, GQA_CALLS, MLA_CALLS, RAGGED_CALLS
 
 # Bytes of a thread that are spilled at most, where registers do not hold the results of 64 or 32 rows and all else.
 SPILLS = {"float8": 512, "other": 128}
-QUICK = ("decode", "verify")
+QUICK = ("decode", "verify", "prompt")
+CALLS = {"mla": MLA_CALLS, "gqa": GQA_CALLS, "ragged": RAGGED_CALLS}
 
 
 def calls():
-    for op, of_op in (("mla", MLA_CALLS), ("gqa", GQA_CALLS)):
+    for op, of_op in CALLS.items():
         for name in of_op:
             for target in LIMITS:
                 yield pytest.param(op, name, target, marks=() if name in QUICK else pytest.mark.slow)
@@ -26,18 +28,15 @@ def test_machine_code(op, name, target):
     """Shared memory and registers are within the limits, few are spilled, no float32 product is made of TF32."""
     from triton_code import compiled
 
-    make, sizes = getattr(triton_launches, f"{op}_launches"), {"mla": MLA_CALLS, "gqa": GQA_CALLS}[op][name]
+    make, sizes = getattr(triton_launches, f"{op}_launches"), CALLS[op][name]
     attention, *merge = make(target, **sizes)
-    assert (
-        [launch.kernel.__name__ for launch in merge] == []
-        if "window" in sizes and "tree" not in sizes
-        else ["merge_splits"]
-    )
+    divided = op != "ragged" and ("window" not in sizes or "tree" in sizes)
+    assert [launch.kernel.__name__ for launch in merge] == ["merge_splits"] * divided
     for launch in (attention, *merge):
         taken = compiled(launch.kernel, launch.target, **launch.options)
         assert taken.shared <= LIMITS[target].shared
         assert taken.registers <= LIMITS[target].registers
-        assert taken.spills <= SPILLS["float8" if "cache" in sizes else "other"]
+        assert taken.spills <= SPILLS["float8" if "cache" in sizes or "stored" in sizes else "other"]
         assert "tf32" not in taken.assembly and "xf32" not in taken.assembly
 
 
@@ -63,7 +62,7 @@ def test_hopper_multiplies_out_of_shared_memory(op):
 
 
 def test_every_architecture_is_compiled_for():
-    assert DEVICES.keys() == LIMITS.keys() == RULES.keys()
+    assert DEVICES.keys() == LIMITS.keys() == RULES.keys() == SIZES.keys()
 
 
 @pytest.mark.parametrize("target", LIMITS)
@@ -97,3 +96,17 @@ def test_every_call_has_a_config(target, wide, shared_values):
 def test_configs_that_there_are_not(change, message):
     with pytest.raises(ValueError, match=message):
         PagedConfig(**{"target": "sm_90", "rows": 64, "keys": 64, "warps": 8, "stages": 2} | change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"target": "sm_70"}, "target='sm_70' must be one of sm_80"),
+        ({"rows": 256}, "rows=256 must be one of 16, 32, 64, 128"),
+        ({"warps": 2}, "warps=2 must be one of 4, 8"),
+        ({"stages": 5}, "stages=5 must be one of 1"),
+    ],
+)
+def test_configs_of_prompts_that_there_are_not(change, message):
+    with pytest.raises(ValueError, match=message):
+        PrefillConfig(**{"target": "sm_90", "rows": 64, "keys": 64, "warps": 8, "stages": 2} | change)
