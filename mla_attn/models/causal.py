@@ -1,9 +1,11 @@
 """What the model families share: the embedding, the final norm and the output head, and what the config says."""
 
 import abc
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -76,3 +78,29 @@ class CausalModel[Config: DeepseekConfig | DecoderConfig, Layer: nnx.Module](nnx
     def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of hidden states that ``__call__`` returned."""
         return self.embed_tokens.attend(hidden) if self.config.tie_word_embeddings else self.lm_head.float32(hidden)
+
+
+def once_for_equal_layers(run: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
+    """Makes ``run(block, x, pool, layer)`` trace and lower once for all blocks of equal structure, not once for each.
+
+    XLA inlines the calls first of all, so that it sees the same program. It does not see the number of the layer, for
+    it would compile the writes to the pool anew for each.
+
+    The result is for one trace alone, because ``run`` may close over its arrays. Outside a trace ``run`` itself is
+    called, operation by operation: a new function would be compiled at every call.
+
+    Args:
+        run: function of a block, hidden states, the pool, and the layer of the pool.
+    """
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def traced(graphdef, state, x, pool, layer):
+        return run(nnx.merge(graphdef, state), x, pool, layer)
+
+    def call(block: nnx.Module, x: Array, pool: Any, layer: int) -> tuple[Array, Any]:
+        if not isinstance(x, jax.core.Tracer):
+            return run(block, x, pool, layer)
+        graphdef, state = nnx.split(block)
+        return traced(graphdef, state, x, pool, jax.lax.optimization_barrier(np.int32(layer)))
+
+    return call

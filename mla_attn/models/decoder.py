@@ -24,7 +24,7 @@ from mla_attn.models.base import (
     check_groups,
     check_step,
 )
-from mla_attn.models.causal import CausalModel
+from mla_attn.models.causal import CausalModel, once_for_equal_layers
 from mla_attn.models.decoder_config import DecoderConfig
 from mla_attn.models.layers import MLP, Linear, RMSNorm, capped
 from mla_attn.models.moe import ClampedMoE
@@ -145,10 +145,14 @@ class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
             }
         config, positions = self.config, metadata[groups[0].name].positions  # the same in all groups
         cos_sin = rotation(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+
+        def run_over(m):
+            return lambda block, x, pool, layer: block(x, cos_sin, pool, m, step, layer=layer)
+
+        run = {name: once_for_equal_layers(run_over(m)) for name, m in metadata.items()}
         names = self._group_names
         for layer, (block, name) in enumerate(zip(self.layers, names, strict=True)):
-            place = names[:layer].count(name)
-            x, held[name] = block(x, cos_sin, held[name], metadata[name], step, layer=place)
+            x, held[name] = run[name](block, x, held[name], names[:layer].count(name))
         return self.norm(x), held
 
     def logits(self, hidden: Float[Array, "*rows dim"]) -> Float[Array, "*rows vocab"]:
@@ -186,7 +190,7 @@ class DecoderLayer(nnx.Module):
             activation = "gelu_tanh" if config.gemma else "silu"
             self.mlp = MLP(dim, config.intermediate_size, dtype=dtype, rngs=rngs, activation=activation)
 
-    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int | Int[Array, ""]):
         attended, pool = self.self_attn(self.input_layernorm(x), cos_sin, pool, metadata, step, layer=layer)
         if not hasattr(self, "post_feedforward_layernorm"):
             x = x + attended
@@ -211,7 +215,7 @@ class Attention(nnx.Module):
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32))
 
-    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int | Int[Array, ""]):
         q, k, v = (self._heads(project, x) for project in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)

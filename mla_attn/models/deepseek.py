@@ -29,7 +29,7 @@ from mla_attn.models.base import (
     check_groups,
     check_step,
 )
-from mla_attn.models.causal import CausalModel
+from mla_attn.models.causal import CausalModel, once_for_equal_layers
 from mla_attn.models.config import DeepseekConfig
 from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weight
 from mla_attn.models.moe import MoE
@@ -143,8 +143,13 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         x = self.embed_tokens(tokens)
         step, m = self._step(pool, m, x.dtype, mode, form, tree_mask, implementation)
         cos_sin = _rotation(self.config, m)
+
+        @once_for_equal_layers
+        def run(block, x, pool, layer):
+            return block(x, cos_sin, pool, m, step, layer=layer)
+
         for layer, block in enumerate(self.layers):
-            x, pool = block(x, cos_sin, pool, m, step, layer=layer)
+            x, pool = run(block, x, pool, layer)
         return self.norm(x), {**pools, GROUP: pool}
 
     def draft(
@@ -240,7 +245,7 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int | Int[Array, ""]):
         attended, pool = self.self_attn(self.input_layernorm(x), cos_sin, pool, metadata, step, layer=layer)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), pool
@@ -259,7 +264,7 @@ class DraftLayer(nnx.Module):
         self.norm = RMSNorm(dim, eps, dtype=dtype)
         self.head = Linear(dim, config.vocab_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, hidden, next_tokens, cos_sin, pool, metadata, step: Step, *, layer: int):
+    def __call__(self, hidden, next_tokens, cos_sin, pool, metadata, step: Step, *, layer: int | Int[Array, ""]):
         embedded = self.enorm(self.embed_tokens(next_tokens))
         x = self.eh_proj(jnp.concatenate([embedded, self.hnorm(hidden)], axis=-1))
         x, pool = self.block(x, cos_sin, pool, metadata, step, layer=layer)
@@ -292,7 +297,7 @@ class Attention(nnx.Module):
         self.w_uv = weight(rngs, (heads, config.v_head_dim, rank), dtype)
         self.o_proj = Linear(heads * config.v_head_dim, dim, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int):
+    def __call__(self, x, cos_sin, pool, metadata, step: Step, *, layer: int | Int[Array, ""]):
         q_nope, q_rope = self._queries(x, cos_sin)
         latent, rope = self._latent(x, cos_sin)
         options = {"layer": layer, "query_scaling": self.query_scaling, "implementation": step.implementation}

@@ -12,7 +12,9 @@ from mla_attn.models.decoder_config import DecoderConfig
 from mla_attn.models.layers import MLP, Linear, dot, gated, weight
 from mla_attn.ops.grouped_matmul import grouped_matmul
 
-_COMPARED_PAIRS = 2048  # most (token, expert) pairs that are ordered without a sort
+# Most (token, expert) pairs that are ordered without a sort, and most comparisons to choose experts without one. XLA
+# compiles a sort anew for every layer, 0.12 s of a processor.
+_COMPARED_PAIRS, _COMPARISONS = 2048, 2**22
 
 
 class _Sharded(nnx.Module):
@@ -99,10 +101,7 @@ def through_experts(
 
 
 def sorted_pairs(chosen: Int[Array, "pairs"]) -> tuple[Int32[Array, "pairs"], Int32[Array, "pairs"]]:
-    """Sorts pairs by expert, stably: the pair at each place, and the place of each pair.
-
-    Few pairs are compared each with each: XLA compiles a sort anew for every layer, 0.12 s of a processor.
-    """
+    """Sorts pairs by expert, stably: the pair at each place, and the place of each pair."""
     count, numbers = chosen.size, jnp.arange(chosen.size, dtype=jnp.int32)
 
     def inverse(permutation):
@@ -114,6 +113,25 @@ def sorted_pairs(chosen: Int[Array, "pairs"]) -> tuple[Int32[Array, "pairs"], In
         return inverse(places), places
     order = jnp.argsort(chosen).astype(jnp.int32)
     return order, inverse(order)
+
+
+def largest(scores: Float[Array, "*rows n"], k: int) -> Int32[Array, "*rows k"]:
+    """The indices that ``jax.lax.top_k`` returns: those of the ``k`` largest scores of each row, best first, of equal
+    ones the first."""
+    count = scores.shape[-1]
+    if scores.size * count > _COMPARISONS:
+        return jax.lax.top_k(scores, k)[1]
+    bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)  # integers of the same order, NaN included
+    others, own = keys[..., None, :], keys[..., :, None]
+
+    def number(shape: tuple[int, ...], axis: int) -> Int32[Array, "..."]:
+        return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) + axis)
+
+    earlier = number((*scores.shape, count), -1) < number((*scores.shape, count), -2)
+    places = ((others > own) | ((others == own) & earlier)).sum(axis=-1, dtype=jnp.int32)
+    shape = (*scores.shape[:-1], k, count)
+    return jnp.where(places[..., None, :] == number(shape, -2), number(shape, -1), 0).sum(axis=-1, dtype=jnp.int32)
 
 
 class Router(nnx.Module):
@@ -144,7 +162,7 @@ class Router(nnx.Module):
             ranked = _keep_groups(
                 ranked, config.n_group, config.topk_group, best=2 if config.topk_method == "noaux_tc" else 1
             )
-        _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
+        experts = largest(ranked, config.num_experts_per_tok)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.norm_topk_prob:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -157,8 +175,8 @@ def _keep_groups(scores: Float[Array, "T experts"], groups: int, kept: int, *, b
     They are -inf and not 0, because a biased score may be negative, and a dropped expert must never win.
     """
     grouped = scores.reshape(scores.shape[0], groups, -1)
-    group_scores = jax.lax.top_k(grouped, best)[0].sum(axis=-1)
-    _, chosen = jax.lax.top_k(group_scores, kept)
+    group_scores = jnp.take_along_axis(grouped, largest(grouped, best), axis=-1).sum(axis=-1)
+    chosen = largest(group_scores, kept)
     keep = jax.nn.one_hot(chosen, groups, dtype=bool).any(axis=1)
     return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
@@ -182,8 +200,9 @@ class ClampedMoE(_Sharded):
         self.down_bias = nnx.Param(jnp.zeros((count, dim), dtype))
 
     def __call__(self, x: Float[Array, "T dim"]) -> Float[Array, "T dim"]:
-        logits, experts = jax.lax.top_k(self.router.float32(x.astype(jnp.float32)), self.chosen)
-        weights = jax.nn.softmax(logits, axis=-1)
+        logits = self.router.float32(x.astype(jnp.float32))
+        experts = largest(logits, self.chosen)
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)
         return self._through(x, experts, weights, self.router.kernel.shape[1], self._run).astype(x.dtype)
 
     def _run(self, rows, sizes, experts):

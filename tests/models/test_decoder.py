@@ -174,14 +174,14 @@ def test_cache_groups(gpt_oss):
     assert {name: pool.k.shape for name, pool in pools.items()} == {"full": (6, 4, 2, 64), "window": (4, 4, 2, 64)}
 
 
-def test_each_layer_has_its_place_in_its_group(gpt_oss, monkeypatch):
-    """In every mode: the mode's own step, the layer's number among those of its kind, its window, its sinks."""
+def test_layers_of_a_group_are_traced_once(gpt_oss, monkeypatch):
+    """In every mode: the mode's own step, the window of the group, the sinks."""
     calls = []
     for mode in ("prefill", "extend", "decode", "target_verify", "draft_extend", "draft_decode"):
         real = getattr(steps, f"gqa_{mode}")
 
         def watched(*args, mode=mode, step=real, **kwargs):
-            calls.append((mode, args[5].window, kwargs["layer"], kwargs["implementation"], kwargs["sinks"].shape))
+            calls.append((mode, args[5].window, kwargs["implementation"], kwargs["sinks"].shape))
             return step(*args, **kwargs)
 
         monkeypatch.setattr(steps, f"gqa_{mode}", watched)
@@ -194,10 +194,20 @@ def test_each_layer_has_its_place_in_its_group(gpt_oss, monkeypatch):
 
         hidden, pools = jax.eval_shape(run)
         assert hidden.shape == (1, 128) and list(pools) == ["full", "window"]
-        assert calls == [
-            (mode, window, layer, "xla", (8,)) for layer, window in ((0, 16), (0, None), (1, 16), (1, None))
-        ]
+        assert calls == [(mode, window, "xla", (8,)) for window in (16, None)]
         calls.clear()
+
+
+def test_each_layer_writes_to_its_place_in_its_group(gpt_oss):
+    """Layers 0 and 2 to the first pool, 1 and 3 to the second, whether they are traced or not."""
+    pools = gpt_oss.create_pools(num_pages=1, page_size=PAGE)
+    metadata = dict.fromkeys(pools, build.for_extend(lens(0)[None], lens(1), lens(1), max_q_len=1, page_size=PAGE))
+
+    def run(tokens):
+        return gpt_oss(tokens, pools, metadata, mode="extend", implementation="xla")[1]
+
+    traced, untraced = jax.jit(run)(lens(5)), run(lens(5))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5), traced, untraced)
 
 
 def test_calls_that_make_no_sense(gpt_oss, unchecked):

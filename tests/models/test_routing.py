@@ -12,7 +12,7 @@ from flax import nnx
 from checkpoints import V2, V3
 from mla_attn.dispatch import compiling_for
 from mla_attn.models import DeepseekConfig
-from mla_attn.models.moe import MoE, Router, sorted_pairs
+from mla_attn.models.moe import MoE, Router, largest, sorted_pairs
 from mla_attn.support import H200
 
 TOKENS, DIM, EXPERTS = 200, 24, 12
@@ -173,3 +173,16 @@ def test_pairs_sorted_by_expert(pairs, experts):
     np.testing.assert_array_equal(places, np.argsort(order))
     assert order.dtype == places.dtype == jnp.int32
     assert ("sort(" in jax.jit(sorted_pairs).lower(chosen).compile().as_text()) == (pairs > 2048)
+
+
+@pytest.mark.parametrize("shape, k", [((5, 8), 3), ((2, 3, 7), 1), ((64, 64), 6), ((4, 1), 1), ((600, 96), 8)])
+def test_the_largest_are_those_of_top_k(shape, k):
+    """Few are compared each with each, more are sorted; of equal ones the first, infinite and NaN ones included."""
+    rng = np.random.default_rng(0)
+    scores = rng.integers(-4, 5, shape).astype(np.float32)
+    scores[rng.random(shape) < 0.1] = np.inf
+    scores[rng.random(shape) < 0.1] = -np.inf
+    scores[rng.random(shape) < 0.05] = np.nan
+    compiled = jax.jit(largest, static_argnums=1).lower(scores, k).compile()
+    np.testing.assert_array_equal(compiled(scores), jax.lax.top_k(scores, k)[1])
+    assert ("TopK" in compiled.as_text() or "sort(" in compiled.as_text()) == (scores.size * shape[-1] > 2**22)
