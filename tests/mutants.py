@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant("a program of another name used", "mla_attn/programs/folder.py", "hashlib.sha256(name.encode() + program)", "hashlib.sha256(program)", KEPT + "test_a_file_under_anothers_name_is_made_anew"),
     Mutant("a call waits for its own rung", "mla_attn/buckets.py", "if not self.awaits(fitting[0]) or any(", "if True or any(", "tests/test_buckets.py::test_a_call_takes_a_larger_program_while_a_warm_up_goes_on"),
     Mutant("a round of drafts in programs that are not there", "mla_attn/engine/launching.py", "if any(bucket.awaits(fitting[0]) for bucket in passes):", "if False:", "tests/engine/test_warming.py::test_requests_are_served_while_programs_compile"),
-    Mutant("every layer writes to the first", "mla_attn/models/causal.py", "jax.lax.optimization_barrier(np.int32(layer))", "np.int32(0)", "tests/models/test_decoder.py::test_each_layer_writes_to_its_place_in_its_group"),
+    Mutant("every layer writes to the first", "mla_attn/models/causal.py", "jax.lax.optimization_barrier(np.int32(number))", "np.int32(0)", "tests/models/test_decoder.py::test_each_layer_writes_to_its_place_in_its_group"),
     Mutant("of equal experts the last", "mla_attn/models/moe.py", "number((*scores.shape, count), -1) < number(", "number((*scores.shape, count), -1) > number(", "tests/models/test_routing.py::test_the_largest_are_those_of_top_k"),
     Mutant("launches kept after a fault", "mla_attn/engine/faults.py", "engine._unread.clear()", "pass", FAULTS + "test_c51_an_interrupt_while_the_host_waits"),
     Mutant("pages trusted after a fault", "mla_attn/engine/faults.py", "engine._scheduler.reset(live)", "pass", FAULTS + "test_a_pass_that_raises"),

@@ -81,7 +81,7 @@ class CausalModel[Config: DeepseekConfig | DecoderConfig, Layer: nnx.Module](nnx
 
 
 def once_for_equal_layers(run: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
-    """Makes ``run(block, x, pool, layer)`` trace and lower once for all blocks of equal structure, not once for each.
+    """Makes ``run(block, x, pool, number)`` trace and lower once for all blocks of equal structure, not once for each.
 
     XLA inlines the calls first of all, so that it sees the same program. It does not see the number of the layer, for
     it would compile the writes to the pool anew for each.
@@ -90,17 +90,17 @@ def once_for_equal_layers(run: Callable[..., tuple[Array, Any]]) -> Callable[...
     called, operation by operation: a new function would be compiled at every call.
 
     Args:
-        run: function of a block, hidden states, the pool, and the layer of the pool.
+        run: function of a block, hidden states, the pool, and the number of the layer in it.
     """
 
     @functools.partial(jax.jit, static_argnums=0)
-    def traced(graphdef, state, x, pool, layer):
-        return run(nnx.merge(graphdef, state), x, pool, layer)
+    def layer(graphdef, state, x, pool, number):
+        return run(nnx.merge(graphdef, state), x, pool, number)
 
-    def call(block: nnx.Module, x: Array, pool: Any, layer: int) -> tuple[Array, Any]:
+    def call(block: nnx.Module, x: Array, pool: Any, number: int) -> tuple[Array, Any]:
         if not isinstance(x, jax.core.Tracer):
-            return run(block, x, pool, layer)
+            return run(block, x, pool, number)
         graphdef, state = nnx.split(block)
-        return traced(graphdef, state, x, pool, jax.lax.optimization_barrier(np.int32(layer)))
+        return layer(graphdef, state, x, pool, jax.lax.optimization_barrier(np.int32(number)))
 
     return call
