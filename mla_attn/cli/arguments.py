@@ -277,6 +277,13 @@ def _bench_ops(parser: Parser) -> None:
         help="unroll the chain of calls: a loop adds about 15 us per call to a GPU's wall time",
     )
     add("--seed", _SEED, metavar="S", help="random seed of all data (default: a new one)")
+    parser.add_argument(
+        "--check",
+        dest="check_alone",
+        action="store_true",
+        help="check results and time nothing: print versions, and for each shape pass or the first wrong row (with "
+        "--set triton, of both ops)",
+    )
     output.add_arguments(parser, picture="a roofline picture")
     _runs(parser, "mla_attn.bench.ops.command", _check_bench_ops)
 

@@ -479,3 +479,36 @@ def test_a_device_without_kernels_is_told(recorded, monkeypatch):
     monkeypatch.setitem(globals(), "GPU_TRACE", 'planes { name: "/host:CPU" }')
     with pytest.raises(RuntimeError, match="no kernels on these lines: /host:CPU"):
         timing.occupancy(lambda: None)
+
+
+# Checks alone
+
+
+def test_a_check_prints_versions_and_passes(capsys):
+    assert main(["bench", "ops", *SMALL, "--shape", SHAPE, "--check", "--implementation", "xla,triton"]) == 0
+    versions, xla, triton = capsys.readouterr().out.splitlines()
+    assert all(name in versions for name in ("device", "jaxlib", "triton", "jax-triton"))
+    assert xla == f"{SHAPE} xla: pass"
+    assert triton.startswith(f"{SHAPE} triton: refused: ") and "cpu: must be a GPU" in triton
+
+
+def test_a_check_names_the_first_wrong_row(monkeypatch, capsys):
+    def wrong(*args, **options):
+        out, lse = reference(*args, **options)
+        return out.at[3, 1].multiply(1.5), lse
+
+    spies = (Implementation("xla", lambda call, device: None, wrong), mla.IMPLEMENTATIONS[-1])
+    monkeypatch.setattr(mla, "IMPLEMENTATIONS", spies)
+    assert main(["bench", "ops", *SMALL, "--shape", SHAPE, "--check", "--implementation", "xla"]) == 1
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith(f"{SHAPE} xla: wrong: row 3, head 1: maximum error is ")
+
+
+def test_the_set_of_triton_is_checked_for_both_ops(monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "check", lambda shapes, names, **_: seen.append((shapes, names)) or True)
+    for op in ("mla", "gqa"):
+        assert main(["bench", "ops", "--op", op, "--set", "triton", "--check"]) == 0
+    for shapes, names in seen:
+        assert names == ["triton"]
+        assert {shape.name for shape in shapes} == {*SETS["triton"], *GQA_SETS["triton"]}

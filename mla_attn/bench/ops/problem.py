@@ -196,7 +196,12 @@ def _by_head(problem: Problem, queries, metadata, layer: int) -> tuple[np.ndarra
 
 
 def errors(outputs: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
-    """The largest errors over rows and heads of ``(out, lse)``, divided by their tolerances: above 1 is wrong.
+    """The largest of ``error_shares`` over rows and heads."""
+    return {name: float(share.max()) for name, share in error_shares(outputs, expected, dtype).items()}
+
+
+def error_shares(outputs: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.dtype) -> dict[str, np.ndarray]:
+    """The errors of ``(out, lse)``, divided by their tolerances, [rows, H] each: above 1 is wrong.
 
     The tolerances, for bfloat16 (float16, float32): largest error of a row ``2**-8 (2**-11, 1e-5) * (|v| max + |out|
     max)``, relative L2 error ``4e-3``, one minus the cosine ``5e-6`` (both scaled alike), error of the lse ``1e-5 +
@@ -207,10 +212,9 @@ def errors(outputs: tuple[jax.Array, jax.Array], expected: Expected, dtype: jnp.
     ratio = unit / 2.0**-8
     size, error = np.linalg.norm(expected.out, axis=-1), np.abs(out - expected.out)
     cosine = (out * expected.out).sum(axis=-1) / np.maximum(np.linalg.norm(out, axis=-1) * size, 1e-300)
-    shares = {
+    return {
         "maximum": error.max(axis=-1) / (unit * (expected.v_max[:, None] + np.abs(expected.out).max(axis=-1))),
         "L2": np.linalg.norm(error, axis=-1) / (4e-3 * ratio * size),
         "cosine": (1 - cosine) / (5e-6 * ratio**2),
         "lse": np.abs(lse - expected.lse) / (1e-5 + 1e-5 * np.abs(expected.lse)),
     }
-    return {name: float(share.max()) for name, share in shares.items()}

@@ -126,7 +126,7 @@ def run(
         "seed": seed,
     }
     sizes = {"page_size": page_size, "dtype": jnp.dtype(dtype), "kv_dtype": kv_dtype}
-    specs = [_spec(shape, latent, head_dim) for shape in shapes]
+    specs = [spec_of(shape, latent, head_dim) for shape in shapes]
     for shape, spec in zip(shapes, specs, strict=True):
         check_fits(f"the arrays of {shape.name}", problem_bytes(shape, spec, **sizes))
     say("measuring ceilings")
@@ -146,7 +146,8 @@ def run(
     return report
 
 
-def _spec(shape: Shape, latent: tuple[int, int], head_dim: int) -> MLASpec | GQASpec:
+def spec_of(shape: Shape, latent: tuple[int, int], head_dim: int) -> MLASpec | GQASpec:
+    """The spec of a shape's calls, of MLA or, with KV heads, of GQA."""
     if shape.kv_heads is None:
         return MLASpec(num_heads=shape.heads, kv_lora_rank=latent[0], qk_rope_head_dim=latent[1], scale=_SCALE)
     return GQASpec(num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=head_dim, scale=head_dim**-0.5)

@@ -37,6 +37,16 @@ SETS = {
         "1x128x1x32768@2048",
         "64x128x1x32768+63*16@2048",
     ),
+    # For --check: every size of row tile, with and without KV splits; little memory.
+    "triton": (
+        "4x128x1x2000+65+64+1",
+        "3x128x4x300+4+130",
+        "8x16x1xuniform:3000",
+        "4x16x3x700+3+64+129",
+        "5x20x1x500",
+        "2x1x7x9000+7",
+        "1x128x1x20000",
+    ),
 }
 
 # Of grouped-query attention, by the same keys.
@@ -51,6 +61,14 @@ GQA_SETS = {
         "16x32/8x4x32768",
         "128x32/8x1xuniform:8192",
         "64x32/8x1x32768+63*16@512",
+    ),
+    "triton": (
+        "4x32/8x1x2000+65+64+1",
+        "3x32/8x16x300+16+130",
+        "8x8/8x1xuniform:3000",
+        "4x64/8x3x700+3+64+129",
+        "3x128/1x1x500",
+        "1x32/8x1x20000",
     ),
 }
 
