@@ -51,14 +51,16 @@ def _gqa_call(
 
 
 def _ragged_call(
-    *, heads=128, kv_heads=128, qk_dim=192, v_dim=128, sinks=False, skip=False, dtype="bfloat16", q_dtype="bfloat16"
-):
+    *, heads=128, kv_heads=128, qk_dim=192, v_dim=128, sinks=False, skip=False, dtype="bfloat16", q_dtype="bfloat16",
+    batch_invariant=False,
+):  # fmt: skip
     sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v_dim}
     for name, value in sizes.items():
         check_integer(name, value, 1)
     shapes = ((1, heads, qk_dim), (1, kv_heads, qk_dim), (1, kv_heads, v_dim))
     k, v = (_operand("dtype", dtype, shape) for shape in shapes[1:])
-    return ragged.RaggedCall.of(_operand("q_dtype", q_dtype, shapes[0]), k, v, sinks=sinks, skip=skip)
+    flags = {"sinks": sinks, "skip": skip, "batch_invariant": batch_invariant}
+    return ragged.RaggedCall.of(_operand("q_dtype", q_dtype, shapes[0]), k, v, **flags)
 
 
 def _grouped_call(*, depth=7168, width=2048, dtype="bfloat16"):
@@ -159,7 +161,15 @@ CALLS: dict[str, dict[str, tuple[Device, dict[str, Any]]]] = {
     "ragged_attention": {
         "H200: 128 heads, 192/128": (H200, {}),
         "H200: 32 heads over 8, 128/128": (H200, {"heads": 32, "kv_heads": 8, "qk_dim": 128}),
+        "H200: 64 heads over 8, 64/64, sinks": (
+            H200,
+            {"heads": 64, "kv_heads": 8, "qk_dim": 64, "v_dim": 64, "sinks": True},
+        ),
+        "H200: 32 heads over 8, 256/256": (H200, {"heads": 32, "kv_heads": 8, "qk_dim": 256, "v_dim": 256}),
+        "H200: 128 heads, 192/128, float16": (H200, {"dtype": "float16", "q_dtype": "float16"}),
+        "H200: 128 heads, 192/128, float32": (H200, {"dtype": "float32", "q_dtype": "float32"}),
         "H200: 128 heads, 192/128, float8_e4m3fn": (H200, {"dtype": "float8_e4m3fn", "q_dtype": "float8_e4m3fn"}),
+        "H200: 128 heads, 192/128, batch_invariant=True": (H200, {"batch_invariant": True}),
     },
     "grouped_matmul": {
         "CPU: 7168 x 2048": (CPU, {}),
@@ -194,8 +204,8 @@ def supports(
             ``skip`` (whether it has a ``skip_threshold``), ``batch_invariant``, and the fields of ``MLASpec``. For
             ``gqa_attention`` (Llama's sizes) the same, with ``layout`` of the pool, no ``row_format``, and the fields
             of ``GQASpec``. For ``ragged_attention`` (DeepSeek's prompts): ``heads``, ``kv_heads``, ``qk_dim``,
-            ``v_dim``, ``sinks``, ``skip``, ``dtype``, ``q_dtype``. For ``grouped_matmul`` (DeepSeek's experts):
-            ``depth``, ``width``, ``dtype``.
+            ``v_dim``, ``sinks``, ``skip``, ``dtype``, ``q_dtype``, ``batch_invariant``. For ``grouped_matmul``
+            (DeepSeek's experts): ``depth``, ``width``, ``dtype``.
 
     Raises:
         ValueError: an unknown op, platform or fact, or an invalid value.

@@ -1,6 +1,7 @@
 """The metadata of attention over packed, unpaged keys."""
 
 import dataclasses
+from collections.abc import Hashable
 
 import jax
 from jaxtyping import Array, Int
@@ -22,6 +23,8 @@ class RaggedMetadata:
         kv_lens: int32 [B], key rows of each request.
         max_q_len: static bound of ``q_lens``.
         max_kv_len: static bound of ``kv_lens``.
+        work: the list of work items that ``plan_ragged`` adds; None without.
+        work_plan: static arguments for which ``work`` was made; a call with others makes its own list.
     """
 
     q_starts: Int[Array, "B"]
@@ -30,3 +33,5 @@ class RaggedMetadata:
     kv_lens: Int[Array, "B"]
     max_q_len: int = dataclasses.field(metadata={"static": True})
     max_kv_len: int = dataclasses.field(metadata={"static": True})
+    work: Int[Array, "items"] | None = None
+    work_plan: Hashable = dataclasses.field(default=None, metadata={"static": True})

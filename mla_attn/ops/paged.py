@@ -85,11 +85,11 @@ def plan_calls(
     return chosen.plan(metadata, pool, spec, **flags, out_dtype=np.dtype(out_dtype))
 
 
-def xla_supports(call: PagedCall, device: Device) -> str | None:
+def xla_supports(call: Any, device: Device) -> str | None:
     if call.batch_invariant and device.platform != "cpu":
         return f"batch_invariant=True on {device.platform}: promised on cpu only"
     return None
 
 
-def reference_supports(call: PagedCall, device: Device) -> str | None:
+def reference_supports(call: Any, device: Device) -> str | None:
     return "batch_invariant=True: it specifies values, not bits" if call.batch_invariant else None

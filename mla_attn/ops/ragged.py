@@ -19,9 +19,11 @@ from mla_attn.checks import (
     check_type,
     check_window,
 )
-from mla_attn.dispatch import Device, Implementation, Order, choose, compute
+from mla_attn.dispatch import Implementation, Order, choose, compute
 from mla_attn.metadata import RaggedMetadata
+from mla_attn.mosaic_gpu import ragged as mosaic_gpu
 from mla_attn.ops.checks import check_operand_scale, check_sinks, result_dtype, static_integers
+from mla_attn.ops.paged import reference_supports, xla_supports
 from mla_attn.reference.ragged import ragged_attention as reference_ragged
 from mla_attn.triton import ragged as triton
 from mla_attn.xla.ragged import ragged_attention as xla_ragged
@@ -39,6 +41,7 @@ class RaggedCall:
     skip: bool
     dtype: np.dtype
     q_dtype: np.dtype
+    batch_invariant: bool
 
     @classmethod
     def of(
@@ -49,29 +52,65 @@ class RaggedCall:
         *,
         sinks: bool = False,
         skip: bool = False,
+        batch_invariant: bool = False,
     ) -> "RaggedCall":
         """The facts of a call over arrays, which may be abstract.
 
         Raises:
-            ValueError: the number of query heads is not a multiple of the number of key heads.
+            ValueError: the number of query heads is not a multiple of the number of key heads, or a flag is no bool.
         """
         (_, heads, qk_dim), kv_heads = q.shape, k.shape[1]
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"q has {heads} heads, must be a multiple of k's {kv_heads}")
         sizes = {"heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim, "v_dim": v.shape[2]}
-        flags = {"sinks": check_flag("sinks", sinks), "skip": check_flag("skip", skip)}
+        flags = {"sinks": sinks, "skip": skip, "batch_invariant": batch_invariant}
+        flags = {name: check_flag(name, flag) for name, flag in flags.items()}
         return cls(**sizes, **flags, dtype=np.dtype(k.dtype), q_dtype=np.dtype(q.dtype))
 
 
-def _portable(call: RaggedCall, device: Device) -> str | None:
-    return None
-
-
 IMPLEMENTATIONS = (
+    Implementation("mosaic_gpu", mosaic_gpu.supports, mosaic_gpu.ragged_attention, mosaic_gpu.plan_ragged),
     Implementation("triton", triton.supports, triton.ragged_attention),
-    Implementation("xla", _portable, xla_ragged, derivative="reference"),
-    Implementation("reference", _portable, reference_ragged, derivative="own"),
+    Implementation("xla", xla_supports, xla_ragged, derivative="reference"),
+    Implementation("reference", reference_supports, reference_ragged, derivative="own"),
 )
+
+
+def plan_ragged(
+    metadata: RaggedMetadata,
+    q: Float[Array | jax.ShapeDtypeStruct, "T H D"],
+    k: Float[Array | jax.ShapeDtypeStruct, "Tk K D"],
+    v: Float[Array | jax.ShapeDtypeStruct, "Tk K V"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: bool = False,
+    implementation: Order = None,
+    batch_invariant: bool = False,
+) -> RaggedMetadata:
+    """Adds a work list to the metadata, which calls of ``ragged_attention`` share: plan once per step for all layers.
+
+    A call without a list, or with arguments that differ from the planned ones, computes its own list; results are the
+    same. The list is valid for the rows it was computed from: plan again after replacing them.
+
+    Args:
+        metadata: the rows of each request.
+        q, k, v: operands of the planned calls; they may be abstract.
+        causal, window, implementation, batch_invariant: as in the planned calls.
+        sinks: whether the planned calls have ``sinks``.
+
+    Raises:
+        ValueError: a wrong shape, dtype or static value.
+        NotImplementedError: no implementation (or none of those named) supports such calls; the message says why.
+    """
+    metadata = check_ragged_metadata(metadata)
+    causal, window = check_flag("causal", causal), check_window(window)
+    call = RaggedCall.of(q, k, v, sinks=sinks, batch_invariant=batch_invariant)
+    chosen = choose("ragged_attention", call, IMPLEMENTATIONS, implementation)
+    if chosen.plan is None:
+        return metadata
+    metadata = dataclasses.replace(metadata, work_plan=None)  # drop an older list, which may be for other lengths
+    return chosen.plan(metadata, q, k, causal=causal, window=window)
 
 
 def ragged_attention(
@@ -92,6 +131,7 @@ def ragged_attention(
     out_dtype: DTypeLike | None = None,
     implementation: Order = None,
     skip_threshold: float | None = None,
+    batch_invariant: bool = False,
 ) -> Float[Array, "T H V"] | tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """Attention of packed queries over packed keys and values; every request sees its own keys only.
 
@@ -113,7 +153,9 @@ def ragged_attention(
         q_scale, k_scale, v_scale: scales of float8_e4m3fn operands, float32 []; None for 1.
         return_lse: also return the log-sum-exp; not allowed with ``sinks``: pass those to ``merge_states``.
         out_dtype: dtype of ``out``; None for that of ``q``, or for bfloat16 if that is float8.
-        implementation: "triton", "xla" or "reference", or names in the order to try them; None for the default choice.
+        implementation: "mosaic_gpu", "triton", "xla" or "reference", or names in the order to try them; None for the
+            default choice.
+        batch_invariant: require a request's results to have the same bits in any batch of the same static sizes.
         skip_threshold: positive number; a tile of keys may be left out if, for each of the rows that are computed
             together, its largest score lies more than ``ln(kv_len / skip_threshold)`` below the largest before
             (skip-softmax, arXiv:2512.12087). If it is a number f below 1, ``out`` differs by at most ``2 f / (1 + f)``
@@ -129,8 +171,8 @@ def ragged_attention(
         NotImplementedError: no implementation (or none of those named) supports the call (the message has the reasons),
             or arrays are sharded over explicit mesh axes.
 
-    The derivative, in forward and reverse mode, is that of "reference", which stores all scores: float32 [B,
-    max_q_len, H, max_kv_len].
+    The derivative of "xla", in forward and reverse mode, is that of "reference", which stores all scores: float32 [B,
+    max_q_len, H, max_kv_len]. "mosaic_gpu" and "triton" have none.
     """
     for name, array, axes in (("q", q, "[T, H, D]"), ("k", k, "[Tk, K, D]"), ("v", v, "[Tk, K, V]")):
         check_heads(name, array, axes)
@@ -147,7 +189,8 @@ def ragged_attention(
     scales = (check_operand_scale(name, scale, array.dtype) for name, scale, array in scales)
     check_sinks(sinks, q.shape[1], return_lse)
     skip_threshold = check_skip_threshold(skip_threshold)
-    call = RaggedCall.of(q, k, v, sinks=sinks is not None, skip=skip_threshold is not None)
+    flags = {"sinks": sinks is not None, "skip": skip_threshold is not None, "batch_invariant": batch_invariant}
+    call = RaggedCall.of(q, k, v, **flags)
     out, lse = compute(
         "ragged_attention",
         choose("ragged_attention", call, IMPLEMENTATIONS, implementation),

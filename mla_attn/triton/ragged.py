@@ -21,6 +21,8 @@ def supports(call, device: Device) -> str | None:
         return f"{call.dtype.name} keys and values: must be {', '.join(_DTYPES)}"
     if call.skip:
         return "skip_threshold: must be None"
+    if call.batch_invariant:
+        return "batch_invariant=True: must be False"
     for name, dim in (("qk_dim", call.qk_dim), ("v_dim", call.v_dim)):
         if not 1 <= dim <= _MOST_CHANNELS:
             return f"{name}={dim}: must be 1 to {_MOST_CHANNELS}"

@@ -13,7 +13,16 @@ import threading
 
 import jax
 
-KERNELS = ("gqa_decode", "gqa_stream", "mla_decode", "mla_stream", "mla_float8", "mla_combine", "grouped_matmul")
+KERNELS = (
+    "gqa_decode",
+    "gqa_stream",
+    "mla_decode",
+    "mla_stream",
+    "mla_float8",
+    "mla_combine",
+    "grouped_matmul",
+    "ragged_prefill",
+)
 VERSIONS = ("0.11.2",)  # those whose layouts were seen to be the same with either name
 
 _own = threading.local()  # numbers: of the operations of the kernel that this thread infers layouts for

@@ -153,14 +153,171 @@ def wait_for_gathers(in_flight: int) -> None:
     wait()
 
 
+def start_barriers(barriers) -> None:
+    """Makes barriers of one arrival each in shared memory, for ``copy_rows``; all threads of the block are here.
+
+    Pallas does not let a piece of MLIR have a barrier of its own.
+
+    Args:
+        barriers: int32 [2 n], of n barriers.
+    """
+    count = barriers.shape[0] // 2
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def start(_, barriers):
+        first = mgpu.utils.single_thread_predicate(scope=mgpu.utils.ThreadSubset.BLOCK)
+        for n in range(count):
+            nvvm.mbarrier_init(_barrier(barriers, _i32(n)).get_ptr(), _i32(1), predicate=first)
+        void = ir.Type.parse("!llvm.void")
+        both = "fence.mbarrier_init.release.cluster; bar.sync 0;"
+        llvm.inline_asm(void, [], both, "~{memory}", has_side_effects=True)
+
+    start(barriers)
+
+
+def wait_for_phase(barriers, at, phase) -> None:
+    """Waits until a barrier of ``start_barriers`` has completed its ``phase``-th phase, counted from 0."""
+    scalar = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
+    def wait(_, barriers, at, phase):
+        parity = arith.trunci(ir.IntegerType.get_signless(1), phase.registers.item())
+        _barrier(barriers, at.registers.item()).wait_parity(parity)
+
+    wait(barriers, at, phase)
+
+
+def arrive_alone(barriers, at) -> None:
+    """One thread of the warpgroup arrives at a barrier of ``start_barriers``, after its own stores."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def arrive(_, barriers, at):
+        first = mgpu.utils.single_thread_predicate(scope=mgpu.utils.ThreadSubset.WARPGROUP)
+        nvvm.mbarrier_arrive_expect_tx(_barrier(barriers, at.registers.item()).get_ptr(), _i32(0), predicate=first)
+
+    arrive(barriers, at)
+
+
+def _barrier(barriers, at):
+    address = mgpu.utils.memref_ptr(barriers)
+    return mgpu.utils.BarrierRef(address, at, None, 1)
+
+
+def copy_rows(source, to, barriers, at, row, head) -> None:
+    """Starts copying one head's rows with TMA, from any row on; one thread arrives at the barrier.
+
+    Pallas' own copy of a tiled array begins at multiples of 8 rows. Rows outside the array become zeros.
+
+    Args:
+        source: [N, H, D] in global memory, of two bytes each; D is a multiple of 64.
+        to: [D / 64, M, 64] in shared memory, in ``TILED``: 64 channels after the other.
+        barriers, at: a barrier of ``start_barriers``.
+        row, head: int32, first row, and head.
+    """
+    parts, rows, _ = to.shape
+    scalar = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(TILED), plgpu.RefType(), scalar, scalar, scalar))
+    def copy(context, source, to, barriers, at, row, head):
+        index = ir.IndexType.get()
+        row, head = (arith.index_cast(index, x.registers.item()) for x in (row, head))
+        context.async_copy(
+            src_ref=source,
+            dst_ref=mgpu.utils.memref_fold(to, 1, 3),
+            gmem_slice=(mgpu.ds(row, rows), head, mgpu.ds(0, parts * 64)),
+            gmem_transform=(mgpu.TileTransform((64,)), mgpu.TransposeTransform((1, 0, 2))),
+            barrier=_barrier(barriers, at.registers.item()),
+            swizzle=128,
+        )
+
+    copy(source, to, barriers, at, row, head)
+
+
+def issue_product(sums: jax.Array, left: jax.Array, right) -> jax.Array:
+    """Starts ``sums + left @ right`` as one group of wgmma; ``wait_for_product`` waits for the result.
+
+    Pallas has no view of the parts of ``right`` as one array, and a product of each part alone is slower.
+
+    Args:
+        sums: float32 [64, N] in the layout of wgmma's accumulators.
+        left: [64, K] of two bytes each, in the same layout.
+        right: [N / 64, K, 64] in shared memory, in ``TILED``.
+    """
+    result = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=ACC)
+
+    @plgpu.inline_mgpu(arg_types=(ACC, ACC, plgpu.RefType(TILED)), return_type=result)
+    def issue(_, sums, left, right):
+        right = mgpu.utils.memref_slice(right, (slice(None), slice(None), 0))
+        right = mgpu.utils.memref_transpose(right, (1, 0, 2, 3))
+        accumulator = mgpu.wgmma(mgpu.WGMMAAccumulator.from_registers(sums), left, right, swizzle=128)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return accumulator.value.to_layout(ACC.to_mgpu())
+
+    return issue(sums, left, right)
+
+
+def wait_for_product(product: jax.Array) -> jax.Array:
+    """Waits for all products that were issued; returns what ``issue_product`` started."""
+    result = plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=ACC)
+
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=result)
+    def wait(_, product):
+        nvvm.wgmma_wait_group_sync_aligned(0)
+        return mgpu.optimization_barrier(product)  # nothing that reads it is moved before the wait
+
+    return wait(product)
+
+
+def take_number(counter, number, barrier: int) -> jax.Array:
+    """Adds 1 to a counter that all thread blocks share, and returns what it held before.
+
+    Args:
+        counter: int32 [1] in global memory.
+        number: int32 [1] in shared memory, by which a thread tells the others of its warpgroup.
+        barrier: hardware barrier, which no other warpgroup uses.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=scalar_of(jnp.int32))
+    def take(_, counter, number):
+        i32, first = ir.IntegerType.get_signless(32), arith.constant(ir.IndexType.get(), 0)
+        sync = f"bar.sync {barrier}, 128;"
+        void = ir.Type.parse("!llvm.void")
+        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
+        llvm.inline_asm(void, [], sync, "", has_side_effects=True)  # all have read the number before
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _i32(0))):
+            place = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(counter))
+            add = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"
+            memref.store(llvm.inline_asm(i32, [place], add, "=r,l", has_side_effects=True), number, [first])
+        llvm.inline_asm(void, [], sync, "", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(memref.load(number, [first]), (), is_signed=True)
+
+    return take(counter, number)
+
+
+def scalar_of(dtype):
+    """The type of a number that a piece of MLIR returns."""
+    return plgpu.ShapeDtypeStruct((), dtype, layout=plgpu.Layout.WG_SPLAT)
+
+
+def sync_pair(number: int, *, wait: bool) -> None:
+    """Arrives at a hardware barrier of two warpgroups; with ``wait`` also waits until the other one arrives."""
+
+    @plgpu.inline_mgpu()
+    def sync(_):
+        void, what = ir.Type.parse("!llvm.void"), "sync" if wait else "arrive"
+        llvm.inline_asm(void, [], f"bar.{what} {number}, 256;", "", has_side_effects=True)
+
+    sync()
+
+
 def zero_rows(rows, first, before=None) -> None:
     """Stores ``rows[first:] = 0`` and ``rows[:before] = 0`` in shared memory.
 
     Args:
-        rows: [64, N] of two bytes each, in ``TILED``; N is a multiple of 64.
+        rows: [M, N] of two bytes each, in ``TILED``; M is a multiple of 16, N of 64.
         first, before: int32; ``before`` may be None for none.
     """
-    tiles = rows.shape[1] // 64  # tiles of 8 rows by 64 columns beside each other, 1024 bytes each
+    count, tiles = rows.shape[0], rows.shape[1] // 64  # tiles of 8 rows by 64 columns side by side, 1024 bytes each
     befores = () if before is None else (before,)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED),) + (plgpu.Layout.WG_SPLAT,) * (1 + len(befores)))
@@ -172,7 +329,7 @@ def zero_rows(rows, first, before=None) -> None:
         offset = arith.addi(arith.muli(tile, _i32(tiles * 1024)), inside)
         base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(rows), [offset], byte)
         zeros = vector.broadcast(ir.VectorType.get((4,), _i32(0).type), _i32(0))
-        for n in range(4):
+        for n in range(count // 16):
             row = arith.addi(own, _i32(16 * n))
             outside = arith.cmpi(arith.CmpIPredicate.sge, row, first.registers.item())
             for limit in befores:
@@ -407,7 +564,8 @@ def scatter_rows(ref, values: jax.Array, first, count, *, group: int, stride: in
     """Stores ``ref[first + r // group * stride + r % group] = values[r]`` in global memory, for r below ``count``.
 
     Args:
-        ref: float32, bfloat16 or float16 [N, C]; N C elements may be more than an int32 counts.
+        ref: float32, bfloat16 or float16 [N, C], or a slice of the columns; it may hold more elements than an int32
+            counts.
         values: float32 [64, C] in the layout of wgmma's accumulators.
         first, count, group, stride: as ``scatter_vector`` takes them.
     """
@@ -421,7 +579,7 @@ def scatter_rows(ref, values: jax.Array, first, count, *, group: int, stride: in
         warp, lane = _warp_and_lane()
         own_row = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
         own_column = arith.extui(i64, arith.muli(arith.remui(lane, _i32(4)), _i32(2)))
-        pitch = arith.constant(i64, ir.IntegerAttr.get(i64, columns))
+        pitch = arith.constant(i64, ir.IntegerAttr.get(i64, ref.type.get_strides_and_offset()[0][0]))
         base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(ref))
         # A thread has pairs of columns, of its own row and of the 8th after it.
         pairs = values.registers.reshape(columns // 8, 2)

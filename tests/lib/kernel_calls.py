@@ -12,8 +12,9 @@ from jax._src.lib.mlir import ir
 
 import helpers
 from mla_attn.dispatch import compiling_for
+from mla_attn.metadata import RaggedMetadata
 from mla_attn.mosaic_gpu.hopper import refuses
-from mla_attn.ops import gqa_attention, mla_attention, plan_gqa, plan_mla
+from mla_attn.ops import gqa_attention, mla_attention, plan_gqa, plan_mla, ragged_attention
 from mla_attn.support import H200
 
 # The oldest jax that the library runs on has not all that its kernels need.
@@ -167,6 +168,22 @@ GQA_CALLS |= {
     "GQA: 142 heads over 2, tree, window": {"heads": 142, "kv_heads": 2, "max_q_len": 3, "tree": 5, "window": 70},
 }
 
+# Calls of ``ragged_attention``: what differs from a causal one of 8 heads, 192 and 128 channels.
+PROMPT_CALLS = {
+    "prompts": {},
+    "prompts: 16 heads over 2, 128 channels": {"heads": 16, "kv_heads": 2, "qk_dim": 128},
+    "prompts: 64 channels, not causal": {"qk_dim": 64, "v_dim": 64, "causal": False, "return_lse": True},
+    "prompts: sinks, window, cap, float16": {
+        "qk_dim": 128,
+        "window": 300,
+        "sinks": True,
+        "soft_cap": 30.0,
+        "dtype": jnp.float16,
+        "out_dtype": jnp.float32,
+        "batch_invariant": True,
+    },
+}
+
 NOTHING = {
     "no requests": {"kv_lens": [], "q_lens": [], "num_rows": 3, "layout": "packed"},
     "no rows": {"kv_lens": [0, 0], "q_lens": [0, 0], "num_rows": 0, "layout": "packed"},
@@ -245,6 +262,24 @@ def make(*, tree=0, causal=True, batch_invariant=False, out_dtype=None, quantize
         )
 
     return plan, attend, (batch.pool, batch.metadata, jnp.int32(0), batch.q_latent, batch.q_rope)
+
+
+def make_prompts(
+    *, heads=8, kv_heads=8, qk_dim=192, v_dim=128, dtype=jnp.bfloat16, tokens=1000, requests=3, sinks=False,
+    return_lse=False, **options,
+):  # fmt: skip
+    """``(attend, arguments)`` of ``ragged_attention``; the arguments are abstract."""
+    X, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((requests,), jnp.int32)
+
+    def attend(q, k, v, *places):
+        names = ("q_starts", "q_lens", "kv_starts", "kv_lens")
+        metadata = RaggedMetadata(**dict(zip(names, places, strict=True)), max_q_len=tokens, max_kv_len=tokens)
+        given = jnp.zeros(heads) if sinks else None
+        shared = {"scale": 0.1, "sinks": given, "return_lse": return_lse, "implementation": "mosaic_gpu"}
+        return ragged_attention(q, k, v, metadata, **shared, **options)
+
+    shapes = ((heads, qk_dim), (kv_heads, qk_dim), (kv_heads, v_dim))
+    return attend, (*(X((tokens, *shape), dtype) for shape in shapes), *[numbers] * 4)
 
 
 def scanned(num_layers=3):

@@ -1,9 +1,9 @@
 """Compiles calls of the Hopper kernels on a machine without a GPU and prints what became of them, as JSON.
 
 Run by ``pallas_kernels/test_kernels.py`` as a program of its own, with the stand-in of ``aot.py`` for CUDA's driver.
-Its arguments are names of ``CALLS`` and ``GQA_CALLS``, ``layers`` for a decode step of several layers over a large
-pool, and ``stacked`` for layers scanned over whose results are stacked; or ``kept`` alone, for a pass that is written
-down and read back.
+Its arguments are names of ``CALLS``, ``GQA_CALLS`` and ``PROMPT_CALLS``, ``layers`` for a decode step of several layers
+over a large pool, and ``stacked`` for layers scanned over whose results are stacked; or ``kept`` alone, for a pass that
+is written down and read back.
 """
 
 # ruff: noqa: E402 -- where to import the library from is settled first
@@ -96,6 +96,9 @@ def _lowered(name: str, device) -> jax.stages.Lowered:
     if name == "stacked":
         scan, arguments = kernel_calls.scanned()
         return kernel_calls.lower(scan, *place(arguments, device))
+    if name in kernel_calls.PROMPT_CALLS:
+        attend, arguments = kernel_calls.make_prompts(**kernel_calls.PROMPT_CALLS[name])
+        return kernel_calls.lower(attend, *place(arguments, device))
     if name in kernel_calls.GQA_CALLS:
         plan, attend, (pool, metadata, *rest) = kernel_calls.make_gqa(**kernel_calls.GQA_CALLS[name])
     else:

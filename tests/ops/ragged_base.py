@@ -135,7 +135,13 @@ class RaggedTests:
             places = {**batch.places, field: batch.places[field].at[5].set(value)}
             out, lse = (x[others] for x in self.attend(dataclasses.replace(batch, places=places)))
             helpers.assert_attention_close(
-                out, lse, want[others], want_lse[others], visible_v_max=v_max[others], dtype="float32"
+                out,
+                lse,
+                want[others],
+                want_lse[others],
+                visible_v_max=v_max[others],
+                dtype=batch.k.dtype,
+                kernel=self.kernel,
             )
 
     @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 2), (20, 1)])
@@ -187,9 +193,11 @@ class RaggedTests:
         q_lens = jnp.full(requests, rows // 2 if requests else 0, jnp.int32)
         places = {"q_starts": jnp.arange(requests, dtype=jnp.int32) * 3, "q_lens": q_lens}
         places |= {"kv_starts": nothing, "kv_lens": nothing}
-        batch = RaggedBatch(*(jnp.full((n, 4, 8), jnp.nan) for n in (rows, keys, keys)), places)
+        sizes = {name: getattr(self.batch(0), name).shape[1:] for name in "qkv"}
+        arrays = zip((rows, keys, keys), sizes.values(), strict=True)
+        batch = RaggedBatch(*(jnp.full((n, *size), jnp.nan, self.batch(0).k.dtype) for n, size in arrays), places)
         out, lse = self.attend(batch)
-        assert (out.shape, lse.shape) == ((rows, 4, 8), (rows, 4))
+        assert (out.shape, lse.shape) == ((rows, sizes["q"][0], sizes["v"][1]), (rows, sizes["q"][0]))
         assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
 
 

@@ -14,15 +14,16 @@ import float8
 import helpers
 from mla_attn.cache import LatentPool
 from mla_attn.dispatch import compiling_for, current_device
-from mla_attn.metadata import for_decode
+from mla_attn.metadata import RaggedMetadata, for_decode
 from mla_attn.mosaic_gpu import gqa as gqa_adapter
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
-from mla_attn.ops import mla_attention, plan_gqa, plan_mla
+from mla_attn.ops import mla_attention, plan_gqa, plan_mla, plan_ragged, ragged_attention
 from mla_attn.specs import MLASpec
 from ops import contract
 from ops.base import MLATests
 from ops.contract import POISONS
 from ops.gqa_base import GQA, GQATests
+from ops.ragged_base import RaggedTests
 
 pytestmark = pytest.mark.gpu
 
@@ -363,3 +364,68 @@ class TestGQAXLA(GQA, contract.Layers, contract.Softmax, contract.Visibility, co
 
     implementation = "xla"
     batch_invariant = False
+
+
+class TestMosaicGPUPrompts(RaggedTests):
+    implementation = "mosaic_gpu"
+    kernel = True
+    test_float8 = test_values_wider_than_keys = None  # refused
+
+    @pytest.fixture(autouse=True)
+    def hopper(self):
+        if jax.devices()[0].compute_capability != "9.0":
+            pytest.skip("needs compute capability 9.0")
+
+    def batch(self, seed, **changes):
+        changes["dtype"] = {"float32": "bfloat16"}.get(changes.get("dtype", "float32"), changes.get("dtype"))
+        return super().batch(seed, **{"qk_dim": 64, "v_dim": 64, **changes})
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (128, 128), (192, 128)])
+    def test_tiles(self, qk_dim, v_dim, dtype):
+        """Around the ends of row tiles and of key tiles, with keys longer and shorter than queries."""
+        places = {"q_lens": [130, 0, 64, 128, 257, 1, 63], "kv_lens": [130, 7, 300, 129, 200, 700, 1]}
+        sizes = {"qk_dim": qk_dim, "v_dim": v_dim, "heads": 6, "kv_heads": 2, "max_q_len": 257, "max_kv_len": 700}
+        batch = self.batch(21, **places, **sizes, layout="packed", dtype=dtype)
+        bounds = {"max_q_len": 257, "max_kv_len": 700, "scale": qk_dim**-0.5}
+        for rules in ({}, {"causal": False}, {"soft_cap": 0.8}):
+            self.check(batch, **bounds, **rules)
+        for window in (1, 70, 128, 300):
+            self.check(self.batch(22, **places, **sizes, layout="packed", window=window), window=window, **bounds)
+
+    def test_sinks(self):
+        places = {"q_lens": [130, 3], "kv_lens": [300, 9], "heads": 4, "max_q_len": 130, "max_kv_len": 300}
+        batch = self.batch(23, **places, layout="packed")
+        sinks = jnp.asarray([1.5, -np.inf, np.inf, -2.0], jnp.float32)
+        metadata = RaggedMetadata(**batch.places, max_q_len=130, max_kv_len=300)
+        out, want = (
+            ragged_attention(batch.q, batch.k, batch.v, metadata, scale=0.125, sinks=sinks, implementation=name)
+            for name in ("mosaic_gpu", "xla")
+        )
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, want)), atol=2e-2)
+
+    def test_a_request_has_the_same_bits_alone(self):
+        sizes = {"heads": 4, "kv_heads": 2, "max_q_len": 200, "max_kv_len": 500}
+        batch = self.batch(24, q_lens=[200, 77, 130], kv_lens=[500, 77, 400], **sizes, layout="packed")
+
+        def attend(places):
+            metadata = RaggedMetadata(**places, max_q_len=200, max_kv_len=500)
+            return ragged_attention(
+                batch.q, batch.k, batch.v, metadata, scale=0.1, return_lse=True, batch_invariant=True,
+                implementation="mosaic_gpu",
+            )  # fmt: skip
+
+        together = attend(batch.places)
+        for n in range(3):
+            alone = attend({name: place.at[:].set(0).at[n].set(place[n]) for name, place in batch.places.items()})
+            rows = slice(int(batch.places["q_starts"][n]), int(batch.places["q_starts"][n] + batch.places["q_lens"][n]))
+            for a, b in zip(alone, together, strict=True):
+                assert np.array_equal(np.asarray(a[rows], np.float32), np.asarray(b[rows], np.float32))
+
+    def test_a_planned_call(self):
+        batch = self.batch(25, layout="packed")
+        metadata = RaggedMetadata(**batch.places, max_q_len=6, max_kv_len=40)
+        planned = plan_ragged(metadata, batch.q, batch.k, batch.v, implementation="mosaic_gpu")
+        assert planned.work is not None
+        results = [ragged_attention(batch.q, batch.k, batch.v, m, scale=0.2) for m in (metadata, planned)]
+        assert np.array_equal(*(np.asarray(out, np.float32) for out in results))

@@ -15,12 +15,14 @@ from kernel_calls import (
     GQA_CALLS,
     MIXED,
     NOTHING,
+    PROMPT_CALLS,
     attention_seconds,
     counted_operations,
     lower,
     lowering_seconds,
     make,
     make_gqa,
+    make_prompts,
     needs_kernels,
     scanned,
 )
@@ -35,9 +37,9 @@ from mla_attn.support import H200
 pytestmark = needs_kernels
 
 TARGET = "custom_call @mosaic_gpu"
-QUICK = ("layers", "stacked", "decode, 128 heads", "GQA: decode")  # of layers: 16 heads
-ATTENDS = ("gqa_decode", "gqa_stream", "mla_decode", "mla_stream", "mla_float8")
-ALL = CALLS | GQA_CALLS
+QUICK = ("layers", "stacked", "decode, 128 heads", "GQA: decode", "prompts")  # of layers: 16 heads
+ATTENDS = ("gqa_decode", "gqa_stream", "mla_decode", "mla_stream", "mla_float8", "ragged_prefill")
+ALL = CALLS | GQA_CALLS | PROMPT_CALLS
 
 # Rows of the tables of the kernels' page, as lists of cells.
 PAGE = [
@@ -59,6 +61,7 @@ BUDGET = {
 }
 
 GQA_BUDGET = (480_000, 2300, 18)  # the same of every call of GQA
+PROMPT_BUDGET = (900_000, 3000, 30)  # and of every call of prompts
 
 # Bytes that a thread may spill, outside the loops over tiles, in branches that few tiles take, or where it loads; none
 # where nothing is said. The bits of a tree's mask take registers of their own, as do rows gathered one by one.
@@ -126,6 +129,20 @@ def test_every_gqa_call_lowers(name, monkeypatch):
     assert len(text) <= GQA_BUDGET[0]
     assert sum(operations) <= GQA_BUDGET[1]
     assert seconds <= GQA_BUDGET[2] * unit
+
+
+@pytest.mark.parametrize("name", PROMPT_CALLS)
+def test_every_prompt_call_lowers(name):
+    """To one kernel."""
+    attend, arguments = make_prompts(**PROMPT_CALLS[name])
+    unit = attention_seconds()
+    with counted_operations() as operations:
+        seconds, lowered = lowering_seconds(attend, *arguments)
+    text = lowered.as_text()
+    assert text.count(TARGET) == 1
+    assert len(text) <= PROMPT_BUDGET[0]
+    assert sum(operations) <= PROMPT_BUDGET[1]
+    assert seconds <= PROMPT_BUDGET[2] * unit
 
 
 def test_an_unplanned_call_makes_its_own_list(lists):
@@ -223,6 +240,21 @@ def told(kernel, dim, block_heads) -> list[str]:
     """Query buffers, stages and bytes on the kernels' page."""
     (found,) = [row[3:] for row in PAGE if row[:3] == [kernel, str(dim), str(block_heads)]] or [None]
     return found
+
+
+@pytest.mark.parametrize("qk_dim, v_dim", [(192, 128), (128, 128), (64, 64)])
+def test_shared_memory_of_prompts(qk_dim, v_dim):
+    """At least two stages; the kernels' page says how many."""
+    from mla_attn.pallas_kernels.mosaic_gpu import ragged_prefill
+    from mla_attn.pallas_kernels.mosaic_gpu.primitives import SHARED_BYTES, shared_bytes
+    from mla_attn.pallas_kernels.prompt_list import PromptPlan
+
+    plan = PromptPlan(num_requests=1, num_tokens=8, num_keys=8, max_q_len=8, max_kv_len=8)
+    call = ragged_prefill.Call(scale=1.0, heads=8, kv_heads=8, qk_dim=qk_dim, v_dim=v_dim, near_heads=8)
+    body = ragged_prefill._Body(call, plan, dtype=jnp.bfloat16, has_sinks=False)
+    taken = shared_bytes(body.scratch(body.stages))
+    assert body.stages >= 2 and taken <= SHARED_BYTES
+    assert ["`ragged_prefill`", f"{qk_dim}, {v_dim}", str(body.stages), str(taken)] in PAGE
 
 
 @pytest.mark.parametrize("block_n", [64, 128, 256])
