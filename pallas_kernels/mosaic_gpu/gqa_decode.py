@@ -1,6 +1,7 @@
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
 # (JAX's annotations of its own plgpu.ACC and transforms.)
-"""The GQA kernel: attention of the query heads of each KV head over paged keys and values. For compute capability 9.0.
+"""The GQA kernel for many rows: attention of each KV head's query heads over paged keys and values. For compute
+capability 9.0.
 
 It runs decode, verify, draft-extend, trees and prompt parts. Thread blocks come in teams that take an equal share of
 all key tiles each (``even_list.py``); those of a team take neighbouring KV heads of the same keys at the same time, so
