@@ -153,6 +153,67 @@ def test_which_rows_the_kernels_can_copy(width, rope_offset, refusal):
     assert reason == refusal
 
 
+@pytest.mark.parametrize(
+    "row_format, width, rope_offset, refusal",
+    [
+        ("plain", 576, 512, None),
+        ("plain", 640, 576, None),
+        ("plain", 584, 512, "pool rows of 584 elements: must be a multiple of 16"),
+        ("plain", 640, 528, "rope_offset=528: must be a multiple of 64"),
+        ("blocks", 656, 528, None),
+        ("blocks", 704, 528, None),
+        ("blocks", 704, 576, "rope_offset=576: must be 528"),
+        ("blocks", 664, 528, "pool rows of 664 elements: must be a multiple of 16"),
+    ],
+)
+def test_which_float8_rows_the_kernel_can_copy(row_format, width, rope_offset, refusal):
+    """Elements are bytes; what follows the latents of rows in blocks is copied at once."""
+    array = jax.ShapeDtypeStruct((4, 64, width), jnp.uint8)
+    sizes = {"kv_lora_rank": 512, "rope_dim": 64, "rope_offset": rope_offset}
+    pool = jax.eval_shape(lambda a: LatentPool.of(a, **sizes, dtype="float8_e4m3fn", row_format=row_format), array)
+    spec = MLASpec(num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, scale=0.1)
+    assert mosaic_gpu.supports(MLACall.of(pool, spec), H200) == refusal
+
+
+@pytest.mark.parametrize("q_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float16, jnp.float32])
+def test_which_queries_float8_pools_take(q_dtype):
+    """Others would be rounded: products of float8 rows run in the dtype of the queries."""
+    sizes = {"num_layers": 1, "num_pages": 2, "page_size": 64, "dtype": "float8_e5m2"}
+    spec = MLASpec(num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, scale=0.1)
+    pool = jax.eval_shape(lambda: LatentPool.create(**sizes, spec=spec))
+    reason = mosaic_gpu.supports(MLACall.of(pool, spec, q_dtype=q_dtype), H200)
+    taken = q_dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+    assert (reason is None) == taken
+    if not taken:
+        assert f"{jnp.dtype(q_dtype).name} queries of a float8_e5m2 pool" in reason
+
+
+@pytest.mark.parametrize("heads, rows, tile_rows", [(3, 1, 8), (24, 1, 24), (16, 2, 32), (128, 1, 32)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_a_call_over_float8_is_launched_with(heads, rows, tile_rows, invariant):
+    """An item's begin and end take as long as more of its tiles, which have half the bytes."""
+    plan, _, arguments = make(heads=heads, max_q_len=rows, cache="float8_e4m3fn", batch_invariant=invariant)
+    with compiling_for(H200):
+        launch = jax.eval_shape(plan, *arguments[:2]).work_plan
+    assert (launch.kernel, launch.plan.tile_rows) == ("mla_float8", 32 if invariant else tile_rows)
+    assert launch.plan.overhead > type(launch.plan).overhead
+
+
+def test_scales_of_float8_queries_follow_their_rows():
+    """Of one for all or one a row and head; heads are padded, and rows of a whole tile follow."""
+    batch = helpers.quantized(helpers.poisoned_batch(0, kv_lens=[9, 5], q_lens=[2, 1], heads=3, dtype=jnp.bfloat16))
+    plan, _, (pool, metadata, *_) = make(kv_lens=[9, 5], q_lens=[2, 1], heads=3, cache="float8_e4m3fn")
+    with compiling_for(H200):
+        plan = jax.eval_shape(plan, pool, metadata).work_plan.plan
+    for q_scale in (batch.q_scale, jnp.float32(0.5)):
+        scales = np.asarray(mosaic_gpu._row_scales(q_scale, batch.q_latent, plan))
+        tokens = batch.q_latent.shape[0]
+        assert scales.shape == (tokens * 8 + plan.tile_rows,)
+        want = np.broadcast_to(np.asarray(q_scale), (tokens, 3))
+        np.testing.assert_array_equal(scales[: tokens * 8].reshape(tokens, 8)[:, :3], want)
+    assert mosaic_gpu._row_scales(None, batch.q_latent, plan) is None
+
+
 @pytest.mark.parametrize("layout", ["dense", "packed"])
 @pytest.mark.parametrize("keys", [4, 32, 70])
 def test_tree_words(layout, keys):
