@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from integrations import ragged
+from mla_attn.dispatch import Device, compiling_for
 from mla_attn.integrations.ragged_layout import gqa_supports, mla_supports
 from mla_attn.integrations.ragged_paged import ragged_paged_gqa, ragged_paged_mla
 
@@ -163,6 +164,23 @@ def test_the_cache_is_not_copied(kind, dtype):
     assert memory.alias_size_in_bytes == size
     state = 2 * 2 * rows * 4 * (512 if kind == "mla" else 64) * 4  # parts of requests, twice
     assert memory.temp_size_in_bytes < state + 16 * 2**20 < size
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="kernels refuse an older jax")
+@pytest.mark.parametrize(("kind", "shape", "page_size"), [
+    ("mla", (512, 32, 2, 640), 64),
+    ("mla", (4096, 1, 2, 640), 1),
+    ("gqa", (512, 16, 4, 2, 128), None),
+])  # fmt: skip
+def test_kernels_take_the_call(kind, shape, page_size):
+    """Lowered for a Hopper GPU."""
+    widths = [(16, 512), (16, 64), (512,), (64,)] if kind == "mla" else [(16, 64), (4, 64), (4, 64)]
+    arrays = [jax.ShapeDtypeStruct((64, *width), jnp.bfloat16) for width in widths]
+    ints = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4, 4 * 64, 5, 3)]
+    options = {"scale": 0.1, "implementation": "mosaic_gpu"} | ({} if page_size is None else {"page_size": page_size})
+    with compiling_for(Device("gpu", "9.0", 132)):
+        traced = CALLS[kind].trace(*arrays, jax.ShapeDtypeStruct(shape, jnp.bfloat16), *ints, **options)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_supports():
