@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_attn.cache import LatentPool, read_latent
 from mla_attn.checks import check_dtype
 from mla_attn.dispatch import Order, with_derivative
-from mla_attn.metadata import AttentionMetadata, RaggedMetadata
+from mla_attn.metadata import AttentionMetadata, RaggedMetadata, row_owners
 from mla_attn.ops.checks import check_operand_scale
 from mla_attn.ops.merge import merge_states
 from mla_attn.ops.quantization import quantize
@@ -104,6 +104,7 @@ def add_prefix(
     *,
     layer: int | Int[Array, ""],
     chunk_size: int,
+    num_chunks: int | None,
     context_axes: tuple[str, ...],
     scales: OperandScales,
     implementation: Order,
@@ -114,9 +115,12 @@ def add_prefix(
     It reads, expands, attends to and merges ``chunk_size`` cached rows of each request at a time, gathered from the
     ranks of ``context_axes`` that hold them in turn. The derivative covers the whole table and keeps every chunk's
     keys.
+
+    With ``num_chunks`` there is no loop whose end the host must wait for; rows of requests whose prefixes are longer
+    become NaN.
     """
     arrays = (state, q, w_uk, w_uv, pool, metadata, jnp.asarray(layer, jnp.int32), scales)
-    static = {"spec": spec, "chunk_size": chunk_size, "axes": context_axes}
+    static = {"spec": spec, "chunk_size": chunk_size, "num_chunks": num_chunks, "axes": context_axes}
     static |= {"implementation": implementation, "skip_threshold": skip_threshold}
     # A loop over the chunks of the longest prefix has no reverse-mode derivative; a loop over the whole table has one.
     run, differentiated = (functools.partial(_add_chunks, whole_table=whole, **static) for whole in (False, True))
@@ -124,8 +128,8 @@ def add_prefix(
 
 
 def _add_chunks(
-    state, q, w_uk, w_uv, pool, metadata, layer, scales, *, spec, chunk_size, axes, implementation, skip_threshold,
-    whole_table: bool,
+    state, q, w_uk, w_uv, pool, metadata, layer, scales, *, spec, chunk_size, num_chunks, axes, implementation,
+    skip_threshold, whole_table: bool,
 ):  # fmt: skip
     m, batch, ranks = metadata, metadata.q_lens.shape[0], metadata.kv_stride
     first = m.kv_offsets - jax.lax.axis_index(axes) if axes else m.kv_offsets  # of all ranks
@@ -135,7 +139,7 @@ def _add_chunks(
     chunk = of_rank * ranks
     starts = jnp.arange(batch, dtype=jnp.int32) * chunk
 
-    def add_chunk(i, state):
+    def add_chunk(i, state, layer=layer):
         begin = jnp.full(batch, i * chunk, jnp.int32)
         indices = jnp.full(batch, i * of_rank, jnp.int32)
         held = begin[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None] < cached[:, None]
@@ -167,12 +171,27 @@ def _add_chunks(
         )
         return merge_states([state[0], out], [state[1], lse])
 
+    if num_chunks is not None and not whole_table:
+        num_chunks = min(num_chunks, -(-room // chunk))
+        for i in range(num_chunks):
+            # A chunk is read and expanded once the one before is merged: so memory is that of one.
+            state, layer = jax.lax.optimization_barrier((state, layer))
+            state = add_chunk(i, state, layer)
+        return _nan_where(cached > num_chunks * chunk, state, m)
     chunks = -(-room // chunk) if whole_table else -(-jnp.max(cached, initial=0) // chunk)
     if axes and not whole_table:  # the same on all ranks, which JAX does not know
         chunks = jax.lax.pmax(chunks, axes)
     return jax.lax.fori_loop(
         0, chunks, add_chunk, vary_together(state, like=(w_uk, w_uv, pool, metadata, layer, scales))
     )
+
+
+def _nan_where(requests: Bool[Array, "B"], state: State, m: AttentionMetadata) -> State:
+    """The state with NaN in the rows of some requests."""
+    (out, lse), of = state, row_owners(m.q_starts, m.q_lens, state[0].shape[0])
+    owner, owned = of
+    wrong = requests[owner] & owned if requests.shape[0] else jnp.zeros(out.shape[0], bool)
+    return jnp.where(wrong[:, None, None], jnp.nan, out), jnp.where(wrong[:, None], jnp.nan, lse)
 
 
 def _in_turn(rows: Float[Array, "B n width"], axes: tuple[str, ...]) -> Float[Array, "B m width"]:

@@ -180,7 +180,7 @@ def prefill(
     return (out, lse, pool) if return_lse else (out, pool)
 
 
-@entry_point(*_STATIC, "chunk_size", "operand_dtype", "context_axes")
+@entry_point(*_STATIC, "chunk_size", "num_chunks", "operand_dtype", "context_axes")
 def extend(
     q: Float[Array, "T H D"],
     k: Float[Array, "T H D"],
@@ -195,6 +195,7 @@ def extend(
     *,
     layer: int | Int[Array, ""] = 0,
     chunk_size: int = PREFIX_CHUNK,
+    num_chunks: int | None = None,
     query_scaling: QueryScaling | None = None,
     operand_dtype: DTypeLike | None = None,
     operand_scales: tuple[Any, Any, Any] | None = None,
@@ -227,6 +228,9 @@ def extend(
         layer: layer of the pool. A traced value out of range cannot raise: nothing is written and the output is
             undefined.
         chunk_size: cached tokens per request expanded at a time.
+        num_chunks: chunks that hold the longest prefix, which the caller knows: the program then has no loop over
+            chunks, whose end the host would have to wait for. Rows of requests with a longer prefix become NaN. None
+            for as many as the longest prefix has, by such a loop.
         query_scaling: position-dependent scaling of the queries.
         operand_dtype: float8_e4m3fn to cast queries, keys and values, including those of the expanded prefix, for their
             products; None for no cast.
@@ -254,6 +258,7 @@ def extend(
             "absorbed_extend"
         )
     chunk_size = check_integer("chunk_size", chunk_size, 1)
+    num_chunks = None if num_chunks is None else check_integer("num_chunks", num_chunks, 0)
     metadata = _check_expanded(q, k, v, pool, metadata, spec)
     check_shape("w_uk", w_uk, (spec.num_heads, q.shape[2] - rope.shape[1], spec.kv_lora_rank), "[H, D - E, R]")
     check_shape("w_uv", w_uv, (spec.num_heads, v.shape[2], spec.kv_lora_rank), "[H, V, R]")
@@ -273,6 +278,7 @@ def extend(
         spec,
         layer=layer,
         chunk_size=chunk_size,
+        num_chunks=num_chunks,
         context_axes=context_axes,
         **options,
     )

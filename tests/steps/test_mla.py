@@ -205,6 +205,55 @@ def test_extend_by_chunks(world, chunk_size):
         world.check_pool(pool, before, metadata, layer, prefix_lens)
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_extend_by_a_known_number_of_chunks(world, page_size):
+    """Prefixes of nothing, of about a chunk, and of three: as many chunks as the longest needs, or more."""
+    for prefix_lens in ((0, 1, 7), (8, 9, 24)):
+        metadata = make_metadata(world, "extend", prefix_lens, (5, 2, 3))
+        pool = world.pool(prefix_lens)
+        if page_size != PAGE:  # every page of the world's becomes some, or some become one
+            metadata, pool = repaged(metadata, pool, page_size)
+        args = *world.expanded(metadata, 1, prefix_lens), *world.weights(1), pool, metadata, SPEC
+        for num_chunks in (-(-max(prefix_lens) // 8), 100):
+            again = *args[:-3], jax.tree.map(jnp.copy, pool), *args[-2:]
+            out, _ = steps.extend(*again, layer=1, chunk_size=8, num_chunks=num_chunks)
+            world.check(out, metadata, 1, prefix_lens, absorbed=False)
+
+
+def repaged(metadata, pool, page_size):
+    """The same rows in pages of another size, request after request."""
+    rows = pool.data.reshape(LAYERS, PAGES, PAGE, -1)[:, metadata.page_table]  # [layers, B, W, P, width]
+    requests, length = metadata.page_table.shape[0], WIDTH * PAGE
+    rows = rows.reshape(LAYERS, requests, length, -1)
+    pages = -(-length // page_size)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pages * page_size - length), (0, 0)))
+    made = LatentPool.create(
+        num_layers=LAYERS, num_pages=requests * pages, page_size=page_size, spec=SPEC, dtype=pool.dtype
+    )
+    data = rows.reshape(made.data.shape).astype(made.data.dtype)
+    table = jnp.arange(requests * pages, dtype=jnp.int32).reshape(requests, pages)
+    slots = np.full(metadata.slots.shape, -1, np.int32)
+    for b, (start, q_len, kv_len) in enumerate(
+        zip(*(np.asarray(x) for x in (metadata.q_starts, metadata.q_lens, metadata.kv_lens)), strict=True)
+    ):
+        slots[start : start + q_len] = b * pages * page_size + np.arange(kv_len - q_len, kv_len)
+    metadata = dataclasses.replace(metadata, page_table=table, slots=jnp.asarray(slots), page_size=page_size)
+    return metadata, dataclasses.replace(made, data=data)
+
+
+def test_a_known_number_of_chunks_leaves_no_loop(world):
+    """The host waits for nothing; prefixes of more chunks give NaN, and no other request is touched."""
+    prefix_lens, q_lens = (17, 8, 16), (5, 2, 3)
+    metadata = make_metadata(world, "extend", prefix_lens, q_lens)
+    args = *world.expanded(metadata, 1, prefix_lens), *world.weights(1), world.pool(prefix_lens), metadata, SPEC
+    options = {"layer": 1, "chunk_size": 8, "implementation": "reference"}
+    texts = [steps.extend.lower(*args, **options, num_chunks=n).as_text() for n in (None, 3)]
+    assert ["stablehlo.while" in text for text in texts] == [True, False]
+    out, lse, _ = steps.extend(*args, **options, num_chunks=2, return_lse=True)
+    assert np.isnan(out[:5]).all() and np.isnan(lse[:5]).all()
+    assert np.isfinite(out[5:10]).all() and np.isfinite(lse[5:10]).all()
+
+
 def test_extend_in_pieces_is_one_pass(world):
     """A prompt of 31 in pieces of 9 leaves the cache, and gives the rows, that a longer pass would."""
     pool = world.pool((0, 0, 0))
@@ -292,7 +341,7 @@ def test_the_environment_is_read_at_every_call(world, monkeypatch):
 
     decode()
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "triton")
-    with pytest.raises(NotImplementedError, match="mla_attention has no 'triton' implementation"):
+    with pytest.raises(NotImplementedError, match="mla_attention is not supported here: triton: cpu"):
         decode()
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fastest")
     with pytest.raises(ValueError, match="MLA_ATTN_IMPLEMENTATION='fastest' must be one of"):
@@ -564,7 +613,7 @@ def test_errors_of_absorbed_modes(unchecked, world, mode):
         ABSORBED[mode](q_latent, q_rope, latent[:2], rope, pool, metadata, SPEC)
     with pytest.raises(ValueError, match=r"q_latent has shape \(2, 3, 16\), must be"):
         ABSORBED[mode](q_latent[:2], q_rope, latent, rope, pool, metadata, SPEC)
-    with pytest.raises(NotImplementedError, match="no 'triton' implementation"):
+    with pytest.raises(NotImplementedError, match="not supported here: triton: cpu"):
         ABSORBED[mode](q_latent, q_rope, latent, rope, pool, metadata, SPEC, implementation="triton")
     # Before it is traced, where its value is no longer known; the pool is by position or by name.
     for layer in (LAYERS, -1, np.int64(LAYERS), i32(LAYERS)[0]):
