@@ -88,6 +88,8 @@ SLOW = (
     "pallas_kernels/test_grouped_matmul.py::test_interpreted[two warpgroups]",
     "pallas_kernels/test_grouped_matmul.py::test_interpreted[unaligned groups]",
     "pallas_kernels/test_kernels.py::TestMachineCode",
+    "pallas_kernels/test_triton.py::TestGQAInterpreted::test_batch_invariant",
+    "pallas_kernels/test_triton.py::TestRaggedInterpreted::test_any_lengths",
     "parallel/test_calls.py::test_gqa_layouts[interleaved",
     "parallel/test_calls.py::test_kernels_lower[Auto-vma=False",
     "parallel/test_calls.py::test_kernels_lower[Explicit-vma=True",

@@ -78,11 +78,14 @@ def _repaired() -> None:
         tensor.__index__ = lambda self: self.handle.data.item()
 
     def exact(handle):
-        """A bfloat16 operand as float32; the interpreter would make products of its bits."""
-        return cast_impl(None, handle, language.float32) if handle.dtype.scalar == language.bfloat16 else handle
+        """An operand as float64; the interpreter would make products of a bfloat16's bits."""
+        handle = cast_impl(None, handle, language.float32) if handle.dtype.scalar == language.bfloat16 else handle
+        return interpreter.TensorHandle(handle.data.astype(np.float64), language.float64)
 
     def create_dot(self, a, b, d, *options):
-        return dot(self, exact(a), exact(b), d, *options)
+        """Rounds once: NumPy's float32 products of equal rows differ by where the rows stand in a matrix."""
+        product = dot(self, exact(a), exact(b), exact(d), *options)
+        return interpreter.TensorHandle(product.data.astype(np.float32), d.dtype.scalar)
 
     def cast_impl(self, source, dtype):
         """Rounds to nearest, as GPUs do; the interpreter cuts off."""

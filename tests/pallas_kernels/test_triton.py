@@ -9,6 +9,7 @@ import pytest
 import helpers
 import triton_host
 from mla_attn.dispatch import Device
+from ops import contract
 from ops.base import MLA
 from ops.batches import random_tree
 from ops.gqa_base import GQA
@@ -69,7 +70,7 @@ class Interpreted:
         self.check(batch, layer=2)
         self.check(helpers.quantized(batch), layer=1)
 
-    def test_batch_invariant(self):
+    def test_splits_of_batch_invariant_calls(self):
         self.check(self.few(7, kv_lens=[0, 1, 2050, 70, 9], most=2050, page_size=64), batch_invariant=True)
 
 
@@ -77,7 +78,7 @@ class TestMLAInterpreted(Interpreted, MLA):
     sizes: ClassVar[dict] = {**MLA.sizes, "kv_lora_rank": 96}
 
 
-class TestGQAInterpreted(Interpreted, GQA):
+class TestGQAInterpreted(Interpreted, GQA, contract.Invariance):
     sizes: ClassVar[dict] = {**GQA.sizes, "heads": 6}
 
     @pytest.mark.parametrize("pool_layout", ["hnd", "interleaved", "shuffled"])
