@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from mla_attn.bench.output import say
 from mla_attn.bench.serve.command import open_model
 from mla_attn.engine import DraftModel, Engine, SamplingParams
 from mla_attn.metadata import for_target_verify
+from mla_attn.models.files import read_json
 from mla_attn.ops.grouped_matmul import grouped_matmul
 from mla_attn.ops.mla import mla_attention
 from mla_attn.passes import open_draft
@@ -72,8 +74,11 @@ def main(options: argparse.Namespace) -> int:
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of a command as arguments of ``Engine``."""
     widths = options.tree or (1,) * options.speculate
-    names = ("max_batch", "max_len", "num_pages", "page_size", "prompt_tokens", "implementation", "cache_dir")
-    return {name: getattr(options, name) for name in names} | {"speculation": (DraftTree(widths),) if widths else ()}
+    sizes = ("max_batch", "max_len", "num_pages", "page_size", "prompt_tokens")
+    names = (*sizes, "kv_dtype", "draft_kv_dtype", "implementation", "cache_dir")
+    scales = None if options.kv_scales is None else read_json(pathlib.Path(options.kv_scales))
+    chosen = {name: getattr(options, name) for name in names}
+    return chosen | {"speculation": (DraftTree(widths),) if widths else (), "kv_scale": scales}
 
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:

@@ -107,17 +107,7 @@ def _generate(parser: Parser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights, activations and cache (default bfloat16)"
     )
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="format of the cache (default: --dtype)")
-    parser.add_argument(
-        "--kv-scales",
-        metavar="FILE",
-        help="JSON with the scales of a float8 cache, as `calibrate` writes it (default: the checkpoint's, or 1)",
-    )
-    parser.add_argument(
-        "--draft-kv-dtype",
-        choices=KV_DTYPES,
-        help="format of the cache of the MTP layer or of the --draft model (default: --kv-dtype)",
-    )
+    _stored(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)
     _cache_dir(parser)
@@ -136,6 +126,20 @@ def _drafts(parser: Parser) -> None:
         metavar="CHECKPOINT",
         help="a smaller checkpoint that drafts, or ngram:N to draft from the text itself by its last N tokens, as "
         "ngram:3 (default: the MTP layer)",
+    )
+
+
+def _stored(parser: Parser) -> None:
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="format of the cache (default: --dtype)")
+    parser.add_argument(
+        "--kv-scales",
+        metavar="FILE",
+        help="JSON with the scales of a float8 cache, as `calibrate` writes it (default: the checkpoint's, or 1)",
+    )
+    parser.add_argument(
+        "--draft-kv-dtype",
+        choices=KV_DTYPES,
+        help="format of the cache of the MTP layer or of the --draft model (default: --kv-dtype)",
     )
 
 
@@ -206,7 +210,7 @@ def _warm_up(parser: Parser) -> None:
     parser.add("checkpoint", FOLDER, metavar="CHECKPOINT", help="folder with config.json and safetensors")
     _engine_sizes(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the checkpoint's)")
-    _runs(parser, "mla_attn.cli.warm_up", _check_drafts)
+    _runs(parser, "mla_attn.cli.warm_up", _check_engine)
 
 
 def _engine_sizes(parser: Parser) -> None:
@@ -219,6 +223,7 @@ def _engine_sizes(parser: Parser) -> None:
     rows = integer(1, _MOST_TOKENS)
     add("--prompt-tokens", rows, default=512, metavar="N", help="most prompt tokens per step (default 512)")
     _drafts(parser)
+    _stored(parser)
     _implementation(parser)
     _cache_dir(parser)
 
@@ -230,9 +235,8 @@ def _check_drafts(options: argparse.Namespace) -> None:
         raise ValueError("--draft needs --speculate or --tree")
 
 
-def _check_generate(options: argparse.Namespace) -> None:
+def _check_engine(options: argparse.Namespace) -> None:
     _check_drafts(options)
-    _check_devices(options)
     if options.draft_kv_dtype is not None and (
         isinstance(options.draft, int) or not (options.tree or options.speculate)
     ):
@@ -240,6 +244,11 @@ def _check_generate(options: argparse.Namespace) -> None:
     formats = options.kv_dtype, options.draft_kv_dtype
     if options.kv_scales is not None and not any((name or "").startswith("float8") for name in formats):
         raise ValueError("--kv-scales needs --kv-dtype with float8")
+
+
+def _check_generate(options: argparse.Namespace) -> None:
+    _check_engine(options)
+    _check_devices(options)
 
 
 def _bench_ops(parser: Parser) -> None:
@@ -477,7 +486,7 @@ def _kernels_or_checkpoint(text: str) -> str:
 
 
 def _check_bench_start(options: argparse.Namespace) -> None:
-    _check_drafts(options)
+    _check_engine(options)
     output.check_files(options)
 
 

@@ -86,6 +86,27 @@ def test_warm_up(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_warm_up_of_a_float8_cache(tmp_path, capsys):
+    """An engine with this format and these scales finds all its programs; one with another finds none."""
+    sizes = {"max_batch": 1, "max_len": 64, "num_pages": 4, "prompt_tokens": 16}
+    options = [str(part) for name, size in sizes.items() for part in (f"--{name.replace('_', '-')}", size)]
+    scales = {"full": {"k_scale": [0.5] * 4, "v_scale": [0.25] * 4}}
+    (tmp_path / "scales").write_text(json.dumps(scales))
+    line = ["warm-up", str(QWEN3), *options, "--cache-dir", str(tmp_path / "kept")]
+    assert main([*line, "--kv-scales", str(tmp_path / "scales")]) == 2
+    assert "--kv-scales needs --kv-dtype with float8" in capsys.readouterr().err
+    assert main([*line, "--kv-dtype", "float8_e4m3fn", "--kv-scales", str(tmp_path / "scales")]) == 0
+    found = []
+    for stored in ({"kv_dtype": "float8_e4m3fn", "kv_scale": scales}, {}):
+        forget_programs()
+        engine = Engine.from_checkpoint(QWEN3, **sizes, **stored, cache_dir=tmp_path / "kept")
+        engine.warm_up(progress=False)
+        found.append((engine.statistics.programs_read, engine.statistics.programs))
+    assert found == [(3, 3), (0, 3)]
+    forget_programs()
+
+
+@pytest.mark.slow
 def test_warm_up_with_drafts_from_the_text(tmp_path, capsys):
     """An engine with these drafts, of a checkpoint without a draft layer, finds all its programs."""
     sizes = {"max_batch": 1, "max_len": 64, "num_pages": 4, "prompt_tokens": 16}
