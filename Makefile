@@ -47,7 +47,7 @@ clean: ## Remove .venv and every file that tools leave
 
 # installed-test installs the extra `test`, and so on; the demo needs none.
 .venv/installed-demo: EXTRA :=
-.venv/installed-test: EXTRA := [test]
+.venv/installed-test: EXTRA := [test,triton]
 .venv/installed-lint: EXTRA := [lint]
 .venv/installed-hf: EXTRA := [test,hf]
 .venv/installed-%: pyproject.toml constraints.txt | .venv/bin/python

@@ -289,6 +289,14 @@ MUTANTS = (
     Mutant("trees as wide as pages", "mla_attn/integrations/sglang_jax.py", "cu_kv_lens[1:] - cu_kv_lens[:-1] if mask_aligned_to_cu_kv else kv_lens", "cu_kv_lens[1:] - cu_kv_lens[:-1]", "tests/integrations/test_sglang_jax.py::test_trees_of_drafts[False]"),
     Mutant("experts from the first on", "mla_attn/integrations/sglang_jax.py", "given[\"group_offset\"].reshape(())", "0", "tests/integrations/test_sglang_jax.py::test_experts"),
     Mutant("hidden argument of ejkernel", "mla_attn/integrations/ejkernel.py", "name not in known and name not in _HINTS", "name not in known and name in _HINTS", "tests/integrations/test_ejkernel.py::test_what_moved_is_named"),
+    Mutant("prefix of a tree left of its window in Triton", "pallas_kernels/triton/attention.py", "before = before & (columns >= _of_rows(begin, TRANSPOSED))", "before = before", "tests/pallas_kernels/test_triton.py::TestGQAInterpreted::test_trees[9]"),
+    Mutant("float8 a bit too low in Triton", "pallas_kernels/triton/attention.py", "(bits & 0x7F) << 7", "(bits & 0x7F) << 6", "tests/pallas_kernels/test_triton.py::TestGQAInterpreted::test_float8[float8_e4m3fn]"),
+    Mutant("all rows see what the first sees in Triton", "pallas_kernels/triton/attention.py", "tl.min(tl.where(live, end, 0x7FFFFFFF), 0)", "tl.max(end, 0)", "tests/pallas_kernels/test_triton.py::TestMLAInterpreted::test_heads[6-bfloat16]"),
+    Mutant("splits merged unscaled in Triton", "pallas_kernels/triton/combine.py", "acc = acc * kept + tl.sum", "acc = acc + tl.sum", "tests/pallas_kernels/test_triton.py::test_many_splits"),
+    Mutant("results of prompts unscaled in Triton", "pallas_kernels/triton/prefill.py", "acc * kept[:, None], input", "acc, input", "tests/pallas_kernels/test_triton.py::TestRaggedInterpreted::test_sinks_and_many_tiles"),
+    Mutant("a stage too many in Triton", "pallas_kernels/triton/configs.py", "Rule(rows=64, channels=576, shared_values=True, sizes=_sizes(64, 8, 2))", "Rule(rows=64, channels=576, shared_values=True, sizes=_sizes(64, 8, 3))", "tests/pallas_kernels/test_triton_code.py::test_machine_code[mla-decode-sm_90]"),
+    Mutant("AMD GPUs taken for NVIDIA's", "mla_attn/dispatch.py", "capability.startswith(\"gfx\")", "capability.startswith(\"amd\")", "tests/test_dispatch.py::test_amd_gpus_are_told_from_those_of_nvidia[gfx942-None-gfx942]"),
+    Mutant("first wrong row", "mla_attn/bench/ops/check.py", "if not share[row, head] <= 1", "if share[row, head] > 1e9", "tests/bench/test_ops.py::test_a_check_names_the_first_wrong_row"),
 )
 # fmt: on
 

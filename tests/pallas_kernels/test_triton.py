@@ -32,7 +32,7 @@ class Interpreted:
 
     def few(self, seed, **changes):
         """A batch with a KV split, rows and heads of padding, and requests without keys or rows."""
-        sizes = {"kv_lens": [0, 1, 140, 70, 9], "q_lens": [1, 1, 2, 3, 0], "max_q_len": 3, "page_size": 16, "most": 140}
+        sizes = {"kv_lens": [0, 1, 140, 64, 9], "q_lens": [1, 1, 2, 3, 0], "max_q_len": 3, "page_size": 16, "most": 140}
         return self.batch(seed, **{**sizes, "dtype": "bfloat16", **changes})
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -101,3 +101,27 @@ class TestRaggedInterpreted(RaggedTests):
         batch = self.batch(20, dtype="bfloat16", qk_dim=192, v_dim=128, heads=2, kv_heads=1, layout="packed", **sizes)
         for rules in ({}, {"window": 100}, {"causal": False}):
             self.check(batch, scale=192**-0.5, max_q_len=300, max_kv_len=300, **rules)
+
+
+def test_many_splits():
+    """More than are merged at a time, of a row tile of 3 rows of 2 sets; one is empty, and the largest comes late."""
+    from mla_attn.pallas_kernels.triton.combine import merge_splits
+
+    splits, lanes, rows, values = 37, 2, 3, 24
+    rng = np.random.default_rng(0)
+    lse = rng.normal(0, 3, (splits + 1, lanes, rows)).astype(np.float32)
+    lse[5], lse[30] = -np.inf, lse[30] + 20
+    partial = rng.normal(0, 1, (splits + 1, lanes, rows, values)).astype(np.float32)
+    work = np.array([9, 1, 2 * lanes * rows, 1, splits, rows], np.int32)  # one record, of token 2, from result 1 on
+    out, out_lse = np.full((5 * lanes * rows, values), 7, np.float32), np.full(5 * lanes * rows, 7, np.float32)
+    constants = {"SPLITS": 16, "VALUES": values, "VALUES_BLOCK": 32, "TEAM_LANES": lanes, "COMBINED_AT": 2}
+    constants |= {"COMBINED_FIELDS": 4, "TILE_ROWS": rows, "SETS": lanes, "HEADS": rows, "HAS_SINKS": False}
+    triton_host.run(merge_splits, (work, partial, lse, work), (out, out_lse), (2, lanes * rows), constants)
+
+    weights = np.exp2(lse[1:].astype(np.float64) - lse[1:].max(axis=0))
+    want = ((weights[..., None] * partial[1:]).sum(axis=0) / weights.sum(axis=0)[..., None]).reshape(-1, values)
+    want_lse = np.log(2) * (lse[1:].max(axis=0) + np.log2(weights.sum(axis=0))).reshape(-1)
+    own = slice(2 * lanes * rows, 3 * lanes * rows)
+    np.testing.assert_allclose(out[own], want, atol=1e-6)
+    np.testing.assert_allclose(out_lse[own], want_lse, rtol=1e-6)
+    assert (np.delete(out, np.s_[own], axis=0) == 7).all()  # rows of others
