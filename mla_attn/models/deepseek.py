@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -35,6 +36,7 @@ from mla_attn.models.layers import MLP, Embedding, Linear, RMSNorm, einsum, weig
 from mla_attn.models.moe import MoE
 from mla_attn.models.rope import rotate, rotation
 from mla_attn.ops import plan_mla
+from mla_attn.ops.ragged import has_kernel
 from mla_attn.specs import MLASpec
 
 GROUP = "full"  # the one cache group, unless the draft layer has its own
@@ -127,8 +129,9 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
             mode: name of the function of ``mla_attn.steps`` that attends: prefill, extend, decode, target_verify,
                 draft_extend or draft_decode.
             form: "expanded" (to per-head keys and values; prompts only) or "absorbed" attention. None takes expanded
-                for prompts that no kernel supports in absorbed form: that takes about three times the operations, but
-                expanded keys and values go through XLA, in loops over keys whose ends the host must wait for.
+                for whole prompts ("prefill") if a kernel supports them so, for absorbed takes about three times the
+                operations; and for all prompts if no kernel supports them absorbed. "extend" expands a cached prefix in
+                a loop whose end the host must wait for.
             tree_mask: mask of a draft tree; not with prompts.
             implementation: attention implementation; None for the default choice.
 
@@ -210,13 +213,19 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         check_step(mode, tree_mask)
         _check_form(mode, form)
         rest = (tree_mask, implementation, self._local)
-        if form == "expanded":
-            return Step(mode, form, *rest), m
+        if form == "expanded" or (form is None and mode == "prefill" and self._expands(m, dtype, implementation)):
+            return Step(mode, "expanded", *rest), m
         facts = {"tree": tree_mask is not None, "out_dtype": dtype, "implementation": implementation}
         planned = self._local(plan_mla)(m, pool, self.attention_spec, **facts)
         if form is None and mode in PROMPT_MODES and planned.work_plan is None:  # only kernels have one
             return Step(mode, "expanded", *rest), m
         return Step(mode, "absorbed", *rest), planned
+
+    def _expands(self, m: AttentionMetadata, dtype, implementation: Order) -> bool:
+        """Whether a kernel attends to whole prompts in the expanded form, which takes a third of the operations."""
+        c, rows = self.config, (m.slots.shape[0], self.config.num_attention_heads)
+        q, v = (jax.ShapeDtypeStruct((*rows, dim), dtype) for dim in (c.qk_head_dim, c.v_head_dim))
+        return has_kernel(q, q, v, implementation)
 
     def _require_mtp(self):
         if self.draft_refusal is not None:

@@ -113,6 +113,19 @@ def plan_ragged(
     return chosen.plan(metadata, q, k, causal=causal, window=window)
 
 
+def has_kernel(
+    q: Float[Array | jax.ShapeDtypeStruct, "T H D"],
+    k: Float[Array | jax.ShapeDtypeStruct, "Tk K D"],
+    v: Float[Array | jax.ShapeDtypeStruct, "Tk K V"],
+    implementation: Order,
+) -> bool:
+    """Whether calls over such arrays, which may be abstract, run in a kernel that plans its work."""
+    try:
+        return choose("ragged_attention", RaggedCall.of(q, k, v), IMPLEMENTATIONS, implementation).plan is not None
+    except NotImplementedError:
+        return False
+
+
 def ragged_attention(
     q: Float[Array, "T H D"],
     k: Float[Array, "Tk K D"],

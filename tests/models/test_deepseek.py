@@ -13,7 +13,8 @@ from checkpoints import V2, V3
 from kernel_calls import needs_kernels
 from mla_attn import dispatch, steps, support
 from mla_attn import metadata as build
-from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint
+from mla_attn.bench.configs import CONFIGS
+from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint, random_model
 from mla_attn.models.deepseek import GROUP
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.pallas_kernels.work_list import work_list
@@ -285,6 +286,23 @@ def test_one_work_list_for_all_layers(mode, monkeypatch):
     names = [str(equation.params.get("name")) for equation in equations(jaxpr.jaxpr)]
     assert names.count("work_list") == 2  # of the model's layers, and of the draft layer
     assert names.count(mode) == 4
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("mode", "device", "form"),
+    [("prefill", support.H200, "expanded"), ("extend", support.H200, "absorbed"), ("extend", support.CPU, "expanded")],
+)
+def test_the_form_of_prompts(mode, device, form):
+    """Of sizes that kernels are for: whole prompts expand, prompts after a prefix do where there is no kernel."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 8, "intermediate_size": 8}
+    model = nnx.eval_shape(lambda: random_model({**CONFIGS["v2-lite"], **sizes}, dtype=jnp.bfloat16))
+    pools = jax.eval_shape(lambda: model.create_pools(num_pages=4, page_size=PAGE))
+    one = jnp.ones(1, jnp.int32)
+    metadata = build.for_extend(jnp.zeros((1, 4), jnp.int32), one, one, max_q_len=1, num_rows=1, page_size=PAGE)
+    with dispatch.compiling_for(device):
+        step, _ = model._step(pools[GROUP], metadata, model.dtype, mode, None, None, None)
+    assert step.form == form
 
 
 def equations(jaxpr):
