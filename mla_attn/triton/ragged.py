@@ -23,8 +23,6 @@ def supports(call, device: Device) -> str | None:
         return "skip_threshold: must be None"
     if call.batch_invariant:
         return "batch_invariant=True: the sizes of products depend on the longest request"
-    if call.batch_invariant:
-        return "batch_invariant=True: must be False"
     for name, dim in (("qk_dim", call.qk_dim), ("v_dim", call.v_dim)):
         if not 1 <= dim <= _MOST_CHANNELS:
             return f"{name}={dim}: must be 1 to {_MOST_CHANNELS}"
