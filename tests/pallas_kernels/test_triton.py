@@ -1,14 +1,20 @@
 """The Triton kernels without a GPU: interpreted on tiny shapes, and compiled for every architecture."""
 
+from functools import partial
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import helpers
 import triton_host
-from mla_attn.dispatch import Device
+from mla_attn.dispatch import Device, compiling_for
+from mla_attn.metadata import RaggedMetadata
+from mla_attn.ops import gqa_attention, mla_attention, ragged_attention
+from mla_attn.support import A100, H200
+from mla_attn.triton import gpus
 from ops import contract
 from ops.base import MLA
 from ops.batches import random_tree
@@ -125,3 +131,24 @@ def test_many_splits():
     np.testing.assert_allclose(out[own], want, atol=1e-6)
     np.testing.assert_allclose(out_lse[own], want_lse, rtol=1e-6)
     assert (np.delete(out, np.s_[own], axis=0) == 7).all()  # rows of others
+
+
+@pytest.mark.parametrize("device", [A100, H200], ids=lambda device: device.compute_capability)
+@pytest.mark.parametrize("op", ["mla", "gqa", "ragged"])
+def test_lowered(device, op):
+    """Through jax-triton, where a GPU plugin is installed, which needs no GPU for it."""
+    if (reason := gpus.missing()) is not None:
+        pytest.skip(reason)
+    sizes = {"kv_lens": [65, 1000], "q_lens": [1, 2], "dtype": jnp.dtype("bfloat16")}
+    if op == "ragged":
+        ints = {name: jnp.zeros(2, jnp.int32) for name in ("q_starts", "q_lens", "kv_starts", "kv_lens")}
+        metadata = RaggedMetadata(**ints, max_q_len=64, max_kv_len=64)
+        arrays, call = (*(jnp.zeros((64, 4, 64), jnp.bfloat16),) * 3, metadata), partial(ragged_attention, scale=0.1)
+    else:
+        batch = {"mla": helpers.poisoned_batch, "gqa": helpers.kv_batch}[op](0, heads=8, **sizes)
+        arrays = (*batch.queries, batch.pool, batch.metadata)
+        call = partial({"mla": mla_attention, "gqa": gqa_attention}[op], spec=batch.spec)
+    with compiling_for(device):
+        traced = jax.jit(lambda *a: call(*a, implementation="triton")).trace(*arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == (1 if op == "ragged" else 2)
