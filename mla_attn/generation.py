@@ -8,7 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from mla_attn.buckets import ladder
-from mla_attn.checks import check_integer
+from mla_attn.checks import check_integer, check_skip_threshold
 from mla_attn.engine import Engine, SamplingParams
 from mla_attn.engine.names import with_hints
 from mla_attn.engine.pages import CacheSizes, Limits
@@ -74,6 +74,7 @@ def generate(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     implementation: str | None = None,
+    skip_threshold: float | None = None,
     kv_dtype: DTypeLike | None = None,
     kv_scale: Any = None,
     draft_kv_dtype: DTypeLike | None = None,
@@ -95,6 +96,7 @@ def generate(
         stop_token_ids: ids that end a request, in addition to the model's ``eos_token_ids``.
         ignore_eos: whether to continue after one of the model's ``eos_token_ids``.
         implementation: attention implementation; None for the default choice.
+        skip_threshold: as in ``mla_attention``, for all passes.
         kv_dtype, kv_scale, draft_kv_dtype: formats and scales of the cache rows, as in ``Engine``.
         on_tokens: function called with a prompt's index and its next tokens whenever there are some.
         progress: whether to show a progress bar while compiling.
@@ -125,7 +127,8 @@ def generate(
     for i, prompt in enumerate(prompts):
         check_length(f"prompts[{i}]", len(prompt), max_new_tokens, max_position_embeddings=positions)
     groups = stored_as(all_groups(model, draft), kv_dtype, kv_scale, draft_kv_dtype)
-    engine = _engine(model, groups, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation)
+    attention = {"implementation": implementation, "skip_threshold": check_skip_threshold(skip_threshold)}
+    engine = _engine(model, groups, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, attention)
     engine.warm_up(progress=progress)
     tokens: dict[int, list[int]] = {engine.add_request(prompt, params): [] for prompt in prompts}
     indices = {name: index for index, name in enumerate(tokens)}
@@ -157,7 +160,7 @@ def generate(
     return Generation(list(tokens.values()), statistics)
 
 
-def _engine(model, groups, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, implementation) -> Engine:
+def _engine(model, groups, prompts, max_new_tokens, tree, draft, page_size, prefill_chunk, attention) -> Engine:
     """An engine that computes all prompts in parallel, chunk by chunk, then all new tokens, with pages for all."""
     longest, trees = max(map(len, prompts)), () if tree is None else (tree,)
     drafting = draft_limits(draft, trees)
@@ -191,6 +194,6 @@ def _engine(model, groups, prompts, max_new_tokens, tree, draft, page_size, pref
         draft=draft,
         batches=(batch,),
         prompt_rows=ladder(rows, smallest=8)[-1:],
-        implementation=implementation,
         groups=groups,
+        **attention,
     )

@@ -31,6 +31,7 @@ _PAGE_SIZE = integer(1, MOST_PAGE_SIZE)
 _NUM_PAGES = integer(1, INT32_MAX)
 _SEED = integer(0, MOST_SEED)
 _TEMPERATURE = number(0, 1e30)
+_THRESHOLD = number(0, 1e30, above=True)
 _MOST_TOKENS = 2**20  # tokens of a request in a trace
 _MOST_TRACE = 10**8  # tokens of all requests in a trace, which is generated as a whole
 
@@ -107,6 +108,7 @@ def _generate(parser: Parser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights, activations and cache (default bfloat16)"
     )
+    add("--skip-threshold", _THRESHOLD, metavar="F", help="leave out keys of about this share of the attention at most")
     _stored(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
     _implementation(parser)

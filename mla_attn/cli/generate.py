@@ -120,6 +120,7 @@ def _engine(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Engi
             sizes["max_batch"],
         ),  # one program of each kind, because a short run spends most of its time compiling
         implementation=options.implementation,
+        skip_threshold=options.skip_threshold,
         cache_dir=options.cache_dir,
         kv_scale=scales,
         **where,

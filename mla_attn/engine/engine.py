@@ -19,7 +19,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from mla_attn.buckets import Buckets, backend_compiles
-from mla_attn.checks import check_integer
+from mla_attn.checks import check_integer, check_skip_threshold
 from mla_attn.engine import batch, faults, inputs, launching, streaming, warming
 from mla_attn.engine.batch import Prompt, Result
 from mla_attn.engine.names import with_hints
@@ -81,6 +81,7 @@ class Engine:
         max_waiting: most waiting requests; ``add_request`` refuses more.
         prefix_cache: whether full pages are shared by content, and kept while there is room.
         implementation: attention implementation; None for the default choice.
+        skip_threshold: as in ``mla_attention``, for all passes.
         tokenizer: tokenizer for prompts as text, and for texts of ``generate``.
         cache_dir: folder that keeps programs for other processes, as in ``programs.open_folder``; "" for none, None for
             the user's.
@@ -120,6 +121,7 @@ class Engine:
         max_waiting: int = 1024,
         prefix_cache: bool = True,
         implementation: str | None = None,
+        skip_threshold: float | None = None,
         tokenizer: Tokenizer | None = None,
         cache_dir: str | os.PathLike | None = None,
         kv_dtype: DTypeLike | None = None,
@@ -137,7 +139,9 @@ class Engine:
         pages |= {"max_len": max_len, "memory_fraction": memory_fraction, "page_parts": page_parts(parallelism)}
         cache, limits = choose_sizes(groups_on_device(groups, parallelism), limits, **pages)
         ladders = batch_ladder(batches, max_batch), row_ladder(prompt_tokens)
-        self._build(model, limits, cache, speculation, *ladders, implementation, draft, cache_dir, groups, parallelism)
+        rest: dict[str, Any] = {"draft": draft, "cache_dir": cache_dir, "groups": groups, "parallelism": parallelism}
+        rest |= {"implementation": implementation, "skip_threshold": check_skip_threshold(skip_threshold)}
+        self._build(model, limits, cache, speculation, *ladders, **rest)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -178,6 +182,7 @@ class Engine:
         cache_dir: str | os.PathLike | None = None,
         groups: tuple[CacheGroup, ...] | None = None,
         parallelism: Parallelism | None = None,
+        skip_threshold: float | None = None,
     ) -> None:
         if limits.max_len > (positions := most_positions(model, draft)):
             raise ValueError(f"max_len={limits.max_len} must be at most max_position_embeddings={positions}")
@@ -194,7 +199,12 @@ class Engine:
         shapes = pass_shapes(limits, cache, self._scheduler.tables.widths, batches, prompt_rows)
         other = draft.model if isinstance(draft, DraftModel) else None
         self.folder = open_folder(cache_dir) if parallelism is None else None  # names do not tell meshes apart
-        options = {"implementation": implementation, "wrap": wrapper(parallelism, model, other), "folder": self.folder}
+        options = {
+            "implementation": implementation,
+            "skip_threshold": skip_threshold,
+            "wrap": wrapper(parallelism, model, other),
+            "folder": self.folder,
+        }
         self._passes = self.passes_class(model, shapes, draft=other, groups=self._groups, **options)
         self._drafting = {tree: DraftPasses(self._passes, model, tree, draft) for tree in self.speculation}
         self._draft_steps = {

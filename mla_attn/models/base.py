@@ -313,6 +313,7 @@ class CausalLM(Protocol):
         mode: str,
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
+        skip_threshold: float | None = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Runs the rows of this call through all layers, which write their cache rows.
 
@@ -323,6 +324,7 @@ class CausalLM(Protocol):
             mode: one of ``MODES``. "prefill" is "extend" for requests with no cached tokens.
             tree_mask: mask of a draft tree; not with prompts.
             implementation: attention implementation; None for the default choice.
+            skip_threshold: as in ``mla_attn.mla_attention``.
 
         Returns:
             Hidden states after the final norm, and the pools.
@@ -343,6 +345,7 @@ class CausalLM(Protocol):
         mode: str,
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
+        skip_threshold: float | None = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Runs the draft layer: the row at position t takes the hidden state of position t and the token at t + 1.
 

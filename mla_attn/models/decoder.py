@@ -39,13 +39,14 @@ class Step:
     """The attention of every layer of a call.
 
     Attributes:
-        mode, tree_mask, implementation: the model's arguments.
+        mode, tree_mask, implementation, skip_threshold: the model's arguments.
         local: function that gives a step as a device runs it.
     """
 
     mode: str
     tree_mask: Bool[Array, "B S M"] | None
     implementation: Order
+    skip_threshold: float | None
     local: Callable[..., Any]
 
     def attend(self, *arguments, **options):
@@ -53,7 +54,8 @@ class Step:
         if self.mode != "prefill":  # prefill reads no cache and has no tree mask
             options["tree_mask"] = self.tree_mask
         step = self.local(getattr(steps, f"gqa_{self.mode}"))
-        return step(*arguments, **options, implementation=self.implementation)
+        options |= {"implementation": self.implementation, "skip_threshold": self.skip_threshold}
+        return step(*arguments, **options)
 
 
 class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
@@ -106,6 +108,7 @@ class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
         mode: str,
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
+        skip_threshold: float | None = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Runs the rows of this call through all layers, which write their keys and values.
 
@@ -117,6 +120,7 @@ class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
                 target_verify, draft_extend or draft_decode.
             tree_mask: mask of a draft tree; not with prompts.
             implementation: attention implementation; None for the default choice.
+            skip_threshold: as in ``gqa_attention``.
 
         Returns:
             Hidden states after the final norm, and the pools.
@@ -130,9 +134,10 @@ class DecoderForCausalLM(CausalModel[DecoderConfig, "DecoderLayer"]):
             check_groups(name, value, groups)
         check_step(mode, tree_mask)
         x = self._embed(tokens)
-        step, held = Step(mode, tree_mask, implementation, self._local), dict[str, Any](pools)
+        step, held = Step(mode, tree_mask, implementation, skip_threshold, self._local), dict[str, Any](pools)
         if mode != "prefill":
             facts = {"tree": tree_mask is not None, "sinks": self.config.sinks, "out_dtype": x.dtype}
+            facts["skip"] = skip_threshold is not None
             metadata = {
                 group.name: self._local(plan_gqa)(
                     metadata[group.name],

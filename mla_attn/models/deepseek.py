@@ -48,7 +48,7 @@ class Step:
     """The attention of every layer of a call.
 
     Attributes:
-        mode, tree_mask, implementation: the model's arguments.
+        mode, tree_mask, implementation, skip_threshold: the model's arguments.
         form: form of the attention.
         local: function that gives a step as a device runs it.
     """
@@ -57,6 +57,7 @@ class Step:
     form: Form
     tree_mask: Bool[Array, "B S M"] | None
     implementation: Order
+    skip_threshold: float | None
     local: Callable[..., Any]
 
     @property
@@ -119,6 +120,7 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         form: Form | None = None,
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
+        skip_threshold: float | None = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Runs the rows of this call through all layers, which write their cache rows.
 
@@ -134,6 +136,7 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
                 a loop whose end the host must wait for.
             tree_mask: mask of a draft tree; not with prompts.
             implementation: attention implementation; None for the default choice.
+            skip_threshold: as in ``mla_attention``.
 
         Returns:
             Hidden states after the final norm, and the pools.
@@ -144,7 +147,7 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         """
         pool, m = self._group(GROUP, pools, metadata)
         x = self.embed_tokens(tokens)
-        step, m = self._step(pool, m, x.dtype, mode, form, tree_mask, implementation)
+        step, m = self._step(pool, m, x.dtype, mode, form, tree_mask, implementation, skip_threshold)
         cos_sin = _rotation(self.config, m)
 
         @once_for_equal_layers
@@ -166,6 +169,7 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         form: Form | None = None,
         tree_mask: Bool[Array, "B S M"] | None = None,
         implementation: Order = None,
+        skip_threshold: float | None = None,
     ) -> tuple[Float[Array, "T dim"], Pools]:
         """Runs the draft layer: the row at position t predicts token t + 2 (arXiv:2412.19437, section 2.2).
 
@@ -175,7 +179,7 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
             pools: the same pools; the draft layer's rows are layer ``num_hidden_layers`` of "full", or layer 0 of
                 "mtp" if there is such a pool.
             metadata: metadata of rows at positions t.
-            mode, form, tree_mask, implementation: as in ``__call__``.
+            mode, form, tree_mask, implementation, skip_threshold: as in ``__call__``.
 
         Returns:
             Hidden states after the draft head's norm, for ``draft_logits`` or another draft step, and the pools.
@@ -187,7 +191,7 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         own = isinstance(pools, Mapping) and DRAFT_LAYER in pools
         name, layer = (DRAFT_LAYER, 0) if own else (GROUP, self.config.num_hidden_layers)
         pool, m = self._group(name, pools, metadata)
-        step, m = self._step(pool, m, hidden.dtype, mode, form, tree_mask, implementation)
+        step, m = self._step(pool, m, hidden.dtype, mode, form, tree_mask, implementation, skip_threshold)
         cos_sin = _rotation(self.config, m)
         hidden, pool = self.mtp(hidden, next_tokens, cos_sin, pool, m, step, layer=layer)
         return hidden, {**pools, name: pool}
@@ -207,15 +211,16 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         return pools[name], metadata[name]
 
     def _step(
-        self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation
+        self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation, skip_threshold
     ) -> tuple[Step, AttentionMetadata]:
         """The attention of the layers, and the metadata with the work list that they share, if they need one."""
         check_step(mode, tree_mask)
         _check_form(mode, form)
-        rest = (tree_mask, implementation, self._local)
+        rest = (tree_mask, implementation, skip_threshold, self._local)
         if form == "expanded" or (form is None and mode == "prefill" and self._expands(m, dtype, implementation)):
             return Step(mode, "expanded", *rest), m
         facts = {"tree": tree_mask is not None, "out_dtype": dtype, "implementation": implementation}
+        facts["skip"] = skip_threshold is not None
         planned = self._local(plan_mla)(m, pool, self.attention_spec, **facts)
         if form is None and mode in PROMPT_MODES and planned.work_plan is None:  # only kernels have one
             return Step(mode, "expanded", *rest), m
@@ -310,6 +315,7 @@ class Attention(nnx.Module):
         q_nope, q_rope = self._queries(x, cos_sin)
         latent, rope = self._latent(x, cos_sin)
         options = {"layer": layer, "query_scaling": self.query_scaling, "implementation": step.implementation}
+        options["skip_threshold"] = step.skip_threshold
         if step.form == "absorbed":
             q_latent = einsum("thd,hdr->thr", q_nope, self.w_uk[...])
             options["tree_mask"] = step.tree_mask

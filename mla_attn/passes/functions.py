@@ -48,6 +48,7 @@ class Functions:
         page_size: tokens per page.
         max_len: most tokens of a request.
         implementation: names of attention implementations in the order to try them; None for the default choice.
+        skip_threshold: as in ``mla_attention``.
         layout: layout of a sharded model, whose passes run inside ``jax.shard_map``; None for one device.
     """
 
@@ -60,6 +61,7 @@ class Functions:
     page_size: int
     max_len: int
     implementation: tuple[str, ...] | None
+    skip_threshold: float | None = None
     layout: Layout | None = None
 
     @classmethod
@@ -96,6 +98,8 @@ class Functions:
 
     def _over(self, pools: Pools, call: Callable[..., tuple[Any, Pools]], *arguments, m: Metadata, **options):
         mine = {name: pools[self.prefix + name] for name, _ in self.groups}
+        if self.skip_threshold is not None:
+            options["skip_threshold"] = self.skip_threshold
         hidden, mine = call(*arguments, mine, m, **options, implementation=self.implementation)
         return hidden, {**pools, **{self.prefix + name: pool for name, pool in mine.items()}}
 

@@ -90,6 +90,7 @@ class Passes:
         groups: all cache groups, as ``stored_as`` returns them; None for those that the models have.
         implementation: implementation of the attention ops; None for the environment variable's value at this time,
             else the default choice.
+        skip_threshold: as in ``mla_attention``.
         wrap: function that is applied to every pass before it is compiled.
         folder: folder of lowered programs; None for none.
     """
@@ -105,12 +106,13 @@ class Passes:
         draft: CausalLM | None = None,
         groups: Iterable[CacheGroup] | None = None,
         implementation: Order = None,
+        skip_threshold: float | None = None,
         wrap: Callable[[Pass], Pass] = as_it_is,
         folder: Folder | None = None,
     ):
         self.shapes, self.dtype, self._wrap, self._folder = shapes, model.dtype, wrap, folder
         facts = {"page_size": shapes.page_size, "max_len": shapes.max_len, "tables": shapes.tables}
-        facts |= {"implementation": implementation}
+        facts |= {"implementation": implementation, "skip_threshold": skip_threshold}
         own = [group for group in groups or model.cache_groups if not group.name.startswith(DRAFT)]
         self.functions, self.state = self.functions_class.of(model, groups=own, first=0, prefix="", **facts)
         self.draft_functions = None

@@ -14,11 +14,12 @@ import pytest
 from flax import nnx
 
 import helpers
-from checkpoints import V2, V3
+from checkpoints import QWEN3, V2, V3
 from mla_attn import metadata as build
 from mla_attn.generation import generate
 from mla_attn.models import load_checkpoint
 from mla_attn.models.deepseek import GROUP
+from mla_attn.xla import blockwise
 from recorder import Recording, programs_kept, record
 
 LOGITS = 1e-3  # float32 against float32; a float64 model differs from the expected logits by 2.5e-4
@@ -463,6 +464,7 @@ def test_one_new_token(num_drafts):
         ({"prefill_chunk": 0}, "prefill_chunk=0 must be an integer of at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer of at least 1"),
         ({"prefill_chunk": 2.5}, "prefill_chunk=2.5 must be an integer of at least 1"),
+        ({"skip_threshold": 0}, "skip_threshold=0 must be a finite number above 0"),
         ({"implementation": "cuda"}, "implementation='cuda' must be one of mosaic_gpu, triton, xla, reference"),
     ],
 )
@@ -470,3 +472,20 @@ def test_wrong_calls(changes, message, unchecked):
     options = {"prompts": [[1, 2, 3]], "max_new_tokens": 64} | changes
     with pytest.raises(ValueError, match=message):
         generate(model("v2"), **options)
+
+
+@pytest.mark.parametrize("checkpoint", [V2, QWEN3])
+def test_skip_threshold_reaches_every_layer(checkpoint, monkeypatch):
+    seen = []
+
+    def least_ratio(skip_threshold, kv_lens):
+        seen.append(skip_threshold)
+        return original(skip_threshold, kv_lens)
+
+    original = blockwise._least_ratio
+    monkeypatch.setattr(blockwise, "_least_ratio", least_ratio)
+    loaded = load_checkpoint(checkpoint, dtype=jnp.float32)
+    done = generate(loaded, [[1, 2, 3]], max_new_tokens=2, skip_threshold=1e-3)
+    assert set(seen) == {1e-3}
+    assert len(seen) >= 2 * len(loaded.cache_groups)  # prompts and decoding
+    assert done.tokens == generate(loaded, [[1, 2, 3]], max_new_tokens=2).tokens  # 5 keys are a tile, which stays
