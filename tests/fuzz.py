@@ -235,6 +235,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="CLASS", help="repeat one class, with all its draws")
+    parser.add_argument("--implementation", choices=[i.name for i in mla.IMPLEMENTATIONS], help="one alone")
     parser.add_argument("--ranks", action="store_true", help="compare calls over eight CPU devices with one device")
     options = parser.parse_args()
     if options.ranks:
@@ -243,7 +244,7 @@ def main() -> int:
         import rank_fuzz
 
         return rank_fuzz.run(options.seconds, options.seed, options.only)
-    names = [i.name for i in mla.IMPLEMENTATIONS]
+    names = [i.name for i in mla.IMPLEMENTATIONS if options.implementation in (None, i.name)]
     counts, refused, failures = collections.Counter(), collections.Counter(), 0
     end = time.monotonic() + options.seconds
     bar = tqdm(desc="classes", disable=not sys.stderr.isatty())
@@ -252,7 +253,7 @@ def main() -> int:
         rng = np.random.default_rng([options.seed, number])
         case = Case.draw(rng)
         served = {}
-        for implementation in case.implementations:
+        for implementation in (i for i in case.implementations if i.name in names):
             if case.refusal(implementation) is None:
                 served[implementation.name] = compiled(case, implementation.name)
             else:
