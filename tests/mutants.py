@@ -146,6 +146,7 @@ MUTANTS = (
     Mutant("a window's offset dropped", "mla_attn/passes/functions.py", 'x["kv_offsets"][:, next(offset)]', 'jnp.zeros_like(x["kv_offsets"][:, next(offset)])', GROUPS + "test_tokens_are_those_of_an_engine_that_keeps_all"),
     Mutant("a window's page released a token early", "mla_attn/engine/pages.py", "final - table.window + 1", "final - table.window + 2", GROUPS + "test_any_traffic_of_windows_ends_with_all_pages_free"),
     Mutant("a windowed table too narrow", "mla_attn/engine/pages.py", "-(-(window + rows + page_size - 2) //", "-(-(window + rows - 2) //", GROUPS + "test_sizes_of_windows"),
+    Mutant("generated pages kept at the end alone", "mla_attn/engine/outputs.py", "if not request.finished:\n            self._scheduler.keep_new_pages(request)", "pass", GROUPS + "test_a_prefix_is_found_though_its_pages_were_released"),
     Mutant("a prefix found in one group alone", "mla_attn/engine/pages.py", "if len({len(pages) for pages in found}) > 1:", "if len(found[0]) < len(found[-1]):", GROUPS + "test_a_prefix_is_found_though_its_pages_were_released"),
     Mutant("n-grams off by one", "mla_attn/speculative/ngrams.py", "((0, 0), (k + 1, 0))", "((0, 0), (k, 0))", "tests/speculative/test_ngrams.py::test_by_hand"),
     Mutant("emitted tokens a place early in the text", "mla_attn/passes/drafters.py", 'first = x["lens"] + 1 - x["num_emitted"]', 'first = x["lens"] - x["num_emitted"]', "tests/engine/test_drafters.py::test_a_text_that_repeats_is_drafted_from"),

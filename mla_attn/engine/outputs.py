@@ -92,6 +92,8 @@ class Outbox:
         request.num_rows_in_flight -= rows
         request.num_decoded_rows += len(new)
         kept = self._emit(request, new, invalid=INVALID_TOKEN in tokens)
+        if not request.finished:
+            self._scheduler.keep_new_pages(request)
         if len(tokens) > 1:
             self._counters.verified_tokens += kept
             self._counters.verified_requests += 1

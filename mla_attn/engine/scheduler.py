@@ -246,6 +246,14 @@ class Scheduler:
             self.tables.keep(request.id, digests, begin=0 if all_pages else request.num_kept_pages)
             request.num_kept_pages = len(digests)
 
+    def keep_new_pages(self, request: Request) -> None:
+        """Adds a page that decoding has filled to the prefix cache before the next one is full, when this one may leave
+        a window. Requests that began together do so at different steps, because each takes 0.03 ms."""
+        pages, rows = divmod(request.num_final_rows, self.cache.page_size)
+        new = pages - request.num_kept_pages
+        if new > 1 or (new == 1 and rows >= request.id % self.cache.page_size):
+            self.keep_prefix(request, all_pages=False)
+
     def digest(self, request: Request) -> list[bytes]:
         """Digests of the full pages of a request's tokens, each computed once; none without a prefix cache. The thread
         that adds a request calls this, so that no step is delayed by a long prompt.

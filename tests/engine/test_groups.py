@@ -199,7 +199,8 @@ def check_pages(engine):
 
 
 def test_a_prefix_is_found_though_its_pages_were_released():
-    """A beginning in common, the end of a text, both; not where the windowed pool forgot what a row there would see."""
+    """A beginning in common, the end of a text, both, a part of what was generated; not where the windowed pool forgot
+    what a row there would see."""
     engine = windowed_engine(num_pages={"full": 24, "window6": 24})
     beginning = np.random.default_rng(0).integers(13, size=24).tolist()
 
@@ -213,6 +214,7 @@ def test_a_prefix_is_found_though_its_pages_were_released():
     assert reused([*beginning, 1])[0] == 0
     assert reused([*beginning, 2])[0] == 24
     _, tokens = reused([*beginning, 3], 14)  # 25 + 13 rows are cached
+    assert reused([*beginning, 3, *tokens[:6], (tokens[6] + 1) % 13])[0] == 28  # the window has passed
     assert reused([*beginning, 3, *tokens, 7])[0] == 36
     windowed = engine._scheduler.tables.windowed[0]
     windowed.prefixes.clear()
