@@ -211,7 +211,7 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         return pools[name], metadata[name]
 
     def _step(
-        self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation, skip_threshold
+        self, pool: LatentPool, m: AttentionMetadata, dtype, mode, form, tree_mask, implementation, skip_threshold=None
     ) -> tuple[Step, AttentionMetadata]:
         """The attention of the layers, and the metadata with the work list that they share, if they need one."""
         check_step(mode, tree_mask)
