@@ -22,6 +22,7 @@ Roofline: a row and a key take 2 * (D + V) FLOP: 2.75 TFLOP, 3.5 ms at 790 TFLOP
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +185,7 @@ class _Body:
     # Barriers of what is loaded: first that of the queries, then those of each part's stages. Their phases
     # are counted by units and by tiles.
 
-    def full(self, part: str, tile) -> tuple:
+    def full(self, part: str, tile) -> tuple[Any, Any]:
         """The barrier of a part of the thread block's ``tile``-th tile of all."""
         return self.barriers, lax.rem(tile, self.stages) + (1 + PARTS.index(part) * self.stages)
 
