@@ -1,9 +1,9 @@
-"""Paged attention for serving LLMs in JAX: multi-head latent attention on NVIDIA GPUs and everywhere XLA runs.
+"""Paged attention for serving LLMs in JAX: multi-head latent and grouped-query, on GPUs and everywhere XLA runs.
 
 Ops are pure functions of arrays, a paged cache pytree and metadata, for use inside ``jax.jit``. ``mla_attn.steps`` has
 the jitted entry point of each serving mode, ``mla_attn.parallel`` runs them over several devices, ``mla_attn.buckets``
-compiles whole-model passes ahead of time, ``mla_attn.models`` holds DeepSeek-V2/V3 in Flax NNX,
-``mla_attn.generation`` runs it over one batch, and ``mla_attn.engine`` serves it to many requests.
+compiles whole-model passes ahead of time, ``mla_attn.models`` holds DeepSeek, Llama and other families in Flax NNX,
+``mla_attn.generation`` runs one over a batch, and ``mla_attn.engine`` serves it to many requests.
 
 Names, and JAX with them, are imported at their first use, so that the command line reports wrong arguments at once.
 """

@@ -249,7 +249,7 @@ def test_lengths_replaced_are_planned_again(lists):
     [(jnp.bfloat16, None, True), (jnp.bfloat16, "xla", False), (jnp.float32, None, False)],
 )
 def test_prompts_are_absorbed_where_a_kernel_takes_them(mode, dtype, implementation, absorbed):
-    """Expanded, they go through XLA, in loops over keys."""
+    """Of heads that the kernel of whole prompts refuses: expanded, they go through XLA, in loops over keys."""
     config = dataclasses.replace(small_config(32), kv_lora_rank=512, qk_rope_head_dim=64)
     with compiling_for(H200):
         model = DeepseekForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
