@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike

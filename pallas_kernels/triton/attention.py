@@ -12,8 +12,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from jax.typing import DTypeLike
 
 from mla_attn.pallas_kernels.even_list import ITEM, EvenPlan

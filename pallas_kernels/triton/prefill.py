@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 """Attention of packed queries over packed, unpaged keys and values in Triton: prompts and chunks of cached prefixes.
 
 A program computes one head of one tile of query tokens. The tiles stand in a list, those with most keys first.
@@ -7,8 +8,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from jax.typing import DTypeLike
 
 from mla_attn.pallas_kernels.triton.attention import block, operand
