@@ -203,7 +203,7 @@ MUTANTS = (
     Mutant("gates clamped below too", "mla_attn/models/moe.py", "gate = jnp.minimum(self._multiply(rows, self.gate_proj, sizes) + bias(self.gate_bias), self.limit)", "gate = jnp.clip(self._multiply(rows, self.gate_proj, sizes) + bias(self.gate_bias), -self.limit, self.limit)", DECODED + "[gpt]"),
     Mutant("YaRN's ramp at whole pairs always", "mla_attn/models/rope.py", "if self.truncate:", "if True:", DECODED + "[gpt]"),
     Mutant("Llama 3's rope by the wrong factor", "mla_attn/models/rope.py", "(turns - self.low_freq_factor)", "(turns - self.high_freq_factor)", DECODED + "[llama3]"),
-    Mutant("layers of a group by their place in the model", DECODER, "names[:layer].count(name))", "layer)", "tests/models/test_decoder.py::test_each_layer_has_its_place_in_its_group"),
+    Mutant("layers of a group by their place in the model", DECODER, "names[:layer].count(name))", "layer)", "tests/models/test_decoder.py::test_each_layer_writes_to_its_place_in_its_group"),
     Mutant("the high half of an MXFP4 byte first", "mla_attn/models/weights.py", "[value & 15, value >> 4]", "[value >> 4, value & 15]", "tests/models/test_loading.py::test_mxfp4_experts_are_dequantised"),
     Mutant("negative zero below zero", "mla_attn/sampling.py", "jnp.where(x == 0, 0.0, x)", "x", SAMPLING + "test_zeros_of_either_sign_are_equal"),
     Mutant("draft passes all told to be the first", "mla_attn/engine/inputs.py", '{"step": np.int32(step), ', '{"step": np.int32(0), ', "tests/engine/test_engine.py::test_what_draft_passes_are_told"),

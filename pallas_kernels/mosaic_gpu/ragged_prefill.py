@@ -136,7 +136,8 @@ class _Body:
         self.call, self.plan, self.dtype, self.has_sinks = call, plan, dtype, has_sinks
         self.qk_parts, self.v_parts = call.qk_dim // CHANNELS, call.v_dim // CHANNELS
         free = SHARED_BYTES - shared_bytes(self.scratch(0))
-        self.stages = min(free // (shared_bytes(self.scratch(1)) - shared_bytes(self.scratch(0))), MOST_STAGES)
+        stages = min(free // (shared_bytes(self.scratch(1)) - shared_bytes(self.scratch(0))), MOST_STAGES)
+        self.stages = stages // 2 * 2  # a ring of three, for which 128/128 has room, has not been run
 
     def scratch(self, stages: int) -> dict:
         """Shared memory and barriers of a thread block, by the name under which ``smem`` holds them."""
