@@ -217,20 +217,24 @@ class DeepseekForCausalLM(CausalModel[DeepseekConfig, "DecoderLayer"]):
         check_step(mode, tree_mask)
         _check_form(mode, form)
         rest = (tree_mask, implementation, skip_threshold, self._local)
-        if form == "expanded" or (form is None and mode == "prefill" and self._expands(m, dtype, implementation)):
+        facts = {"skip": skip_threshold is not None, "implementation": implementation}
+        if form == "expanded" or (form is None and mode == "prefill" and self._expands(pool, m, dtype, **facts)):
             return Step(mode, "expanded", *rest), m
-        facts = {"tree": tree_mask is not None, "out_dtype": dtype, "implementation": implementation}
-        facts["skip"] = skip_threshold is not None
+        facts |= {"tree": tree_mask is not None, "out_dtype": dtype}
         planned = self._local(plan_mla)(m, pool, self.attention_spec, **facts)
         if form is None and mode in PROMPT_MODES and planned.work_plan is None:  # only kernels have one
             return Step(mode, "expanded", *rest), m
         return Step(mode, "absorbed", *rest), planned
 
-    def _expands(self, m: AttentionMetadata, dtype, implementation: Order) -> bool:
+    def _expands(self, pool: LatentPool, m: AttentionMetadata, dtype, **facts: Any) -> bool:
         """Whether a kernel attends to whole prompts in the expanded form, which takes a third of the operations."""
+        if pool.dtype != dtype:
+            # Absorbed rows read what the cache stores, expanded ones what they are given. Whether a pass has whole
+            # prompts alone depends on other requests, which must not change a token.
+            return False
         c, rows = self.config, (m.slots.shape[0], self.config.num_attention_heads)
         q, v = (jax.ShapeDtypeStruct((*rows, dim), dtype) for dim in (c.qk_head_dim, c.v_head_dim))
-        return has_kernel(q, q, v, implementation)
+        return has_kernel(q, q, v, **facts)
 
     def _require_mtp(self):
         if self.draft_refusal is not None:

@@ -98,9 +98,7 @@ def divide(spec, row_format, *, max_q_len: int, batch_invariant: bool) -> Divisi
     kernel = choose_kernel(rows, float8=float8, batch_invariant=batch_invariant)
     few = rows <= _FEW_FLOAT8_ROWS
     narrow = few and widest <= 128
-    if (
-        float8 and narrow and kv_heads % 4 == 0
-    ):  # what makes numbers of bytes takes long, and hides what others wait for
+    if float8 and narrow and kv_heads % 4 == 0:  # making numbers of bytes takes long, and hides what others wait for
         block_heads = 4
     else:
         wide = (spec.head_dim + spec.v_head_dim) * row_format.storage_dtype.itemsize > _WIDE_BYTES
@@ -158,7 +156,7 @@ def gqa_attention(q, pool, metadata, layer, tree_mask, sinks, q_scale, *, spec, 
     del q_scale  # refused before
     m, (tokens, heads, _) = metadata, q.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
-        return jnp.zeros((tokens, heads, spec.v_head_dim), out_dtype), jnp.full((tokens, heads), -jnp.inf)
+        return jnp.zeros((tokens, heads, spec.v_head_dim), out_dtype), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
     tree = tree_mask is not None
     launch, division = _launch(m, pool, spec, causal=causal, tree=tree, batch_invariant=batch_invariant)
     plan, work = launch.plan, _work(m, launch)

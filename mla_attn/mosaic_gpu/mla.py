@@ -145,7 +145,7 @@ def mla_attention(
     del sinks  # refused before
     m, (tokens, heads, _) = metadata, q_latent.shape
     if tokens == 0 or m.q_lens.shape[0] == 0:
-        return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf)
+        return jnp.zeros(q_latent.shape, out_dtype), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
     launch = _launch(m, pool, spec, causal=causal, batch_invariant=batch_invariant, out_dtype=out_dtype)
     plan, work = launch.plan, _work(m, launch)
     call = Call(

@@ -117,11 +117,15 @@ def has_kernel(
     q: Float[Array | jax.ShapeDtypeStruct, "T H D"],
     k: Float[Array | jax.ShapeDtypeStruct, "Tk K D"],
     v: Float[Array | jax.ShapeDtypeStruct, "Tk K V"],
+    *,
     implementation: Order,
+    skip: bool = False,
 ) -> bool:
-    """Whether calls over such arrays, which may be abstract, run in a kernel that plans its work."""
+    """Whether calls over such arrays, which may be abstract, run in a kernel that plans its work; ``skip`` says whether
+    they have a ``skip_threshold``."""
     try:
-        return choose("ragged_attention", RaggedCall.of(q, k, v), IMPLEMENTATIONS, implementation).plan is not None
+        call = RaggedCall.of(q, k, v, skip=skip)
+        return choose("ragged_attention", call, IMPLEMENTATIONS, implementation).plan is not None
     except NotImplementedError:
         return False
 

@@ -57,15 +57,18 @@ def triton_update(
     """
     import jax_triton  # pyright: ignore[reportMissingImports]
 
+    # Barriers, because where results are stacked XLA (jaxlib 0.11.2) would let a kernel write them straight into their
+    # slice of the stack, and lose what was already there in place.
     options, (once, twice) = _options(name, grid, warps, stages, target), kernels
     if _shapes_argument() == "out_shape":
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated)
         aliases = {len(arrays) + i: i for i in range(len(updated))}
         options |= {"out_shape": shapes, "input_output_aliases": aliases}
-        return list(jax_triton.triton_call(*arrays, *updated, kernel=twice, **options, **constants))
+        results = jax_triton.triton_call(*arrays, *updated, kernel=twice, **options, **constants)
+        return list(jax.lax.optimization_barrier(tuple(results)))
     refs: list[Any] = [jax.new_ref(x) for x in updated]
     jax_triton.triton_call(*arrays, *refs, kernel=once, **options, out_type=(), **constants)
-    return [ref[...] for ref in refs]
+    return list(jax.lax.optimization_barrier(tuple(ref[...] for ref in refs)))
 
 
 def _options(name, grid, warps, stages, target) -> dict[str, Any]:

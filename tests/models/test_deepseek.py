@@ -15,6 +15,7 @@ from mla_attn import dispatch, steps, support
 from mla_attn import metadata as build
 from mla_attn.bench.configs import CONFIGS
 from mla_attn.models import DeepseekConfig, DeepseekForCausalLM, load_checkpoint, random_model
+from mla_attn.models.base import create_pools, stored_as
 from mla_attn.models.deepseek import GROUP
 from mla_attn.mosaic_gpu import mla as mosaic_gpu
 from mla_attn.pallas_kernels.work_list import work_list
@@ -290,14 +291,20 @@ def test_one_work_list_for_all_layers(mode, monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("mode", "device", "form"),
-    [("prefill", support.H200, "expanded"), ("extend", support.H200, "absorbed"), ("extend", support.CPU, "expanded")],
+    ("mode", "device", "kv_dtype", "form"),
+    [
+        ("prefill", support.H200, None, "expanded"),
+        ("prefill", support.H200, "float8_e4m3fn", "absorbed"),  # in either form of pass they read what is cached
+        ("extend", support.H200, None, "absorbed"),
+        ("extend", support.CPU, None, "expanded"),
+    ],
 )
-def test_the_form_of_prompts(mode, device, form):
+def test_the_form_of_prompts(mode, device, kv_dtype, form):
     """Of sizes that kernels are for: whole prompts expand, prompts after a prefix do where there is no kernel."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 8, "intermediate_size": 8}
     model = nnx.eval_shape(lambda: random_model({**CONFIGS["v2-lite"], **sizes}, dtype=jnp.bfloat16))
-    pools = jax.eval_shape(lambda: model.create_pools(num_pages=4, page_size=PAGE))
+    groups = stored_as(model.cache_groups, kv_dtype, None, None)
+    pools = jax.eval_shape(lambda: create_pools(groups, num_pages=4, page_size=PAGE))
     one = jnp.ones(1, jnp.int32)
     metadata = build.for_extend(jnp.zeros((1, 4), jnp.int32), one, one, max_q_len=1, num_rows=1, page_size=PAGE)
     with dispatch.compiling_for(device):
