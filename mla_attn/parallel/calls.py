@@ -90,6 +90,9 @@ def _sharded(function, mesh: Mesh, layout: Layout, check_vma: bool):
         pool = bound.pop("pool")
         if "implementation" in signature.parameters:
             bound["implementation"] = requested(bound.get("implementation"))
+        if "layer" in bound and (placement := getattr(pool, "placement", None)) is not None:
+            # An array, because all layers share a program.
+            bound["layer"] = jnp.asarray(placement.check_layer(bound["layer"]), jnp.int32)
         arrays = {name: value for name, value in bound.items() if any(map(_is_array, jax.tree.leaves(value)))}
         static = tuple((name, value) for name, value in bound.items() if name not in arrays)
         return program(pool, arrays, static)
