@@ -118,6 +118,14 @@ def test_a_common_beginning_outlives_what_follows_it(pages, cache):
     assert served(pages, cache, "d", [*system, 9])[0] == 2 * P
 
 
+def test_digests_of_evicted_pages_are_forgotten(pages, cache):
+    """Else the memory of a server grows with all texts that it has ever seen."""
+    for text in range(40):
+        cache.evict(3)
+        served(pages, cache, text, [text] * 2 * P + [0])
+    assert len(cache._entries) <= pages.num_pages
+
+
 def two_copies(pages, cache):
     """A beginning that two requests have computed side by side, and their texts; both run, both are kept."""
     system, texts = [7] * 2 * P, {n: [7] * 2 * P + [n] * P for n in (1, 2)}
